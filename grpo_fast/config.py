@@ -1,0 +1,383 @@
+"""The configuration of a run: one small frozen dataclass a section, and the reader of YAML recipes and `--set` overrides.
+
+Everything is checked before a model loads; an error names `section.field`, what was expected, what was given and what to set.
+Field names are TRL's wherever TRL has the option.
+"""
+
+import dataclasses
+import difflib
+import re
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from grpo_fast.checks import check_range, check_types
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """The policy, any causal language model that transformers loads."""
+
+    path: str | None = None  # folder or hub name given to from_pretrained
+    dtype: Literal["float32", "bfloat16", "auto"] = "float32"  # of the trained weights; "auto" keeps the checkpoint's
+    reference_dtype: Literal["float32", "bfloat16"] | None = None  # None: bfloat16 on a GPU, model.dtype on a CPU
+    attn_implementation: str | None = None  # handed to transformers; None leaves the choice to it
+    gradient_checkpointing: bool = False  # recompute activations in the backward to save memory
+    trust_remote_code: bool = False  # run modelling code that comes with the checkpoint
+
+    def __post_init__(self) -> None:
+        check_types(self, "model")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """Where prompts come from: a file, a hub data set, or a built-in seeded task."""
+
+    path: str | None = None  # .jsonl, .json or .parquet file, or hub:NAME
+    eval_path: str | None = None  # held-out prompts; None: none for a file, the task's own held-out split for a task
+    split: str = "train"  # split of a hub data set
+    eval_split: str = "test"  # split of the hub data set in eval_path
+    task: str | None = None  # name of a built-in task, instead of path
+    task_args: dict[str, Any] = field(default_factory=dict)  # arguments of the built-in task
+    prompt_column: str = "prompt"  # column that holds the prompt, a string or a list of messages
+    system_prompt: str | None = None  # put before every prompt, which makes plain prompts conversational
+    max_prompt_length: int | None = None  # in tokens; None: no limit
+    overlong_prompt: Literal["error", "drop"] = "error"  # what happens beyond max_prompt_length; prompts are never cut
+    shuffle: bool = True  # draw prompts in a seeded random order
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # handed to the chat template
+
+    def __post_init__(self) -> None:
+        check_types(self, "data")
+        if self.path is not None and self.task is not None:
+            raise ValueError(
+                f"data.path and data.task: expected one of them, got path={self.path!r} and task={self.task!r}. Set one to null"
+            )
+        if self.task_args and self.task is None:
+            raise ValueError(f"data.task_args: means nothing without data.task, got {self.task_args!r}. Set data.task")
+        if self.eval_path is not None and self.task is not None:
+            raise ValueError(
+                f"data.eval_path: means nothing with data.task={self.task!r}, which has its own held-out split, "
+                f"got {self.eval_path!r}. Set it to null"
+            )
+        check_range("data.max_prompt_length", self.max_prompt_length, at_least=1)
+        if self.overlong_prompt == "drop" and self.max_prompt_length is None:
+            raise ValueError("data.overlong_prompt: 'drop' means nothing without a limit. Set data.max_prompt_length")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutConfig:
+    """How completions are sampled."""
+
+    num_generations: int = 8  # completions per prompt, the group size G
+    max_completion_length: int = 256  # in tokens
+    temperature: float = 1.0  # of sampling, and of every log-prob in the loss
+    top_p: float = 1.0  # nucleus sampling; 1 keeps everything
+    top_k: int = 0  # sample among the k most likely tokens; 0 keeps everything
+    engine: Literal["transformers"] = "transformers"  # what generates
+    max_rows: int | None = None  # completions generated at once; None: all of a step
+    mask_truncated_completions: bool = False  # leave completions that hit the length limit out of the loss
+
+    def __post_init__(self) -> None:
+        check_types(self, "rollout")
+        if self.num_generations < 2:
+            raise ValueError(
+                f"rollout.num_generations: expected an integer >= 2, got {self.num_generations}: "
+                "advantages compare completions of one prompt. Set e.g. rollout.num_generations=8"
+            )
+        check_range("rollout.max_completion_length", self.max_completion_length, at_least=1)
+        if self.temperature <= 0:
+            raise ValueError(
+                f"rollout.temperature: expected a number > 0, got {self.temperature}: greedy decoding makes all completions "
+                "of a group equal, which leaves nothing to learn from. Set e.g. rollout.temperature=1.0"
+            )
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"rollout.top_p: expected a number in (0, 1], got {self.top_p}. Set rollout.top_p=1.0 to keep all")
+        check_range("rollout.top_k", self.top_k, at_least=0)
+        check_range("rollout.max_rows", self.max_rows, at_least=1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardConfig:
+    """What completions are worth: the weighted sum of the functions' rewards."""
+
+    funcs: list[str] = field(default_factory=list)  # shipped name, import path pkg.mod.fn or pkg.mod:fn, or hf:PATH
+    weights: list[float] | None = None  # one per function; None: all 1
+
+    def __post_init__(self) -> None:
+        check_types(self, "reward")
+        if self.weights is not None and len(self.weights) != len(self.funcs):
+            raise ValueError(
+                f"reward.weights: expected {len(self.funcs)} numbers, one for each of reward.funcs, got {len(self.weights)}. "
+                "Set as many, or null for 1 each"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossConfig:
+    """The options of `grpo_fast.GRPOLoss`, and how rewards become advantages."""
+
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo"] = "grpo"  # how token losses are averaged
+    epsilon: float = 0.2  # ratios below 1 - epsilon are clipped (from the second iteration on: the first has ratio 1)
+    epsilon_high: float | None = None  # upper clip, None: epsilon; for cispo the cap itself, >= 1
+    delta: float | None = None  # bounds the ratio for negative advantages; None: off
+    beta: float = 0.04  # weight of the KL to the reference model; 0 loads no reference
+    importance_sampling_level: Literal["token", "sequence"] = "token"  # one ratio a token, or one a sequence (GSPO)
+    use_bias_correction_kl: bool = False  # weigh the KL estimate with the ratio
+    entropy_coef: float = 0.0  # weight of the entropy bonus
+    num_iterations: int = 1  # optimizer steps on one rollout
+    scale_rewards: Literal["group", "batch", "none"] = "group"  # whose standard deviation divides the advantages
+    advantage_std: Literal["population", "sample"] = "population"  # "sample" (divides by n - 1) is TRL's
+    backend: Literal["reference", "cpu", "triton", "cuda"] | None = None  # None: the best available for the device
+
+    def __post_init__(self) -> None:
+        check_types(self, "loss")
+        if not 0 <= self.epsilon <= 1:
+            raise ValueError(f"loss.epsilon: expected a number in [0, 1], got {self.epsilon}. Set e.g. loss.epsilon=0.2")
+        if self.loss_type == "cispo":
+            self._check_cispo()
+        else:
+            check_range("loss.epsilon_high", self.epsilon_high, at_least=0)
+            upper = 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
+            if self.delta is not None and self.delta <= upper:
+                raise ValueError(
+                    f"loss.delta: expected a number > 1 + epsilon_high = {upper:g}, got {self.delta}. Set null to turn it off"
+                )
+        check_range("loss.beta", self.beta, at_least=0)
+        check_range("loss.num_iterations", self.num_iterations, at_least=1)
+        if self.use_bias_correction_kl and self.beta == 0:
+            raise ValueError("loss.use_bias_correction_kl: means nothing with loss.beta=0. Set it to false, or beta above 0")
+        if self.advantage_std == "sample" and self.scale_rewards == "none":
+            raise ValueError("loss.advantage_std: means nothing with loss.scale_rewards=none. Set it to population")
+
+    def _check_cispo(self) -> None:
+        if self.epsilon_high is None or self.epsilon_high < 1:
+            raise ValueError(
+                f"loss.epsilon_high: expected a number >= 1 with loss.loss_type=cispo, where it is the cap of the ratio, "
+                f"got {self.epsilon_high}. Set e.g. loss.epsilon_high=5.0"
+            )
+        if self.delta is not None:
+            raise ValueError(f"loss.delta: means nothing with loss.loss_type=cispo, got {self.delta}. Set it to null")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimConfig:
+    """AdamW and its schedule."""
+
+    learning_rate: float = 1e-6  # peak
+    weight_decay: float = 0.0  # decoupled
+    adam_beta1: float = 0.9  # decay of the mean of the gradients
+    adam_beta2: float = 0.999  # decay of the mean of their squares
+    adam_epsilon: float = 1e-8  # added to the root of the latter
+    warmup_steps: int = 0  # steps of linear warm-up from 0
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"  # after the warm-up; linear and cosine end at 0
+    max_grad_norm: float = 1.0  # gradients of a larger norm are scaled down to it
+
+    def __post_init__(self) -> None:
+        check_types(self, "optim")
+        for name in ("learning_rate", "weight_decay", "adam_epsilon", "warmup_steps"):
+            check_range(f"optim.{name}", getattr(self, name), at_least=0)
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"optim.{name}: expected a number in [0, 1), got {getattr(self, name)}. Set e.g. 0.9")
+        if self.max_grad_norm <= 0:
+            raise ValueError(f"optim.max_grad_norm: expected a number > 0, got {self.max_grad_norm}. Set e.g. 1.0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchConfig:
+    """How much goes into a step and how it is cut for memory; the cut never changes the result."""
+
+    prompts_per_step: int = 8  # each is completed rollout.num_generations times
+    max_tokens_per_micro_batch: int = 16384  # prompt and completion tokens with padding; a longer single row goes alone
+
+    def __post_init__(self) -> None:
+        check_types(self, "batch")
+        check_range("batch.prompts_per_step", self.prompts_per_step, at_least=1)
+        check_range("batch.max_tokens_per_micro_batch", self.max_tokens_per_micro_batch, at_least=1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogConfig:
+    """What a run leaves behind and shows."""
+
+    output_dir: str = "runs/grpo"  # metrics.jsonl, samples.jsonl, checkpoints and the plot go here
+    logging_steps: int = 1  # steps between two lines of metrics.jsonl
+    progress: bool = True  # show a progress bar
+    log_completions: int = 4  # samples written to samples.jsonl per logged step
+    report_to: list[Literal["tensorboard"]] = field(default_factory=list)  # further loggers
+    plot: bool = True  # draw the reward curve at the end (needs the extra `plots`)
+
+    def __post_init__(self) -> None:
+        check_types(self, "log")
+        check_range("log.logging_steps", self.logging_steps, at_least=1)
+        check_range("log.log_completions", self.log_completions, at_least=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalConfig:
+    """Evaluation on held-out prompts."""
+
+    steps: int = 0  # steps between evaluations; 0: at the start and the end only
+    num_prompts: int = 64  # at most this many held-out prompts, the first ones
+    num_generations: int = 1  # completions per prompt, the k of pass@k
+    temperature: float = 0.0  # 0 is greedy
+
+    def __post_init__(self) -> None:
+        check_types(self, "eval")
+        check_range("eval.steps", self.steps, at_least=0)
+        check_range("eval.num_prompts", self.num_prompts, at_least=1)
+        check_range("eval.num_generations", self.num_generations, at_least=1)
+        check_range("eval.temperature", self.temperature, at_least=0)
+        if self.num_generations > 1 and self.temperature == 0:
+            raise ValueError(
+                f"eval.num_generations: means nothing above 1 with greedy decoding, got {self.num_generations}. "
+                "Set eval.temperature=1.0, or eval.num_generations=1"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveConfig:
+    """When checkpoints are written."""
+
+    save_steps: int = 0  # steps between checkpoints; 0: at the end only
+    save_total_limit: int | None = None  # keep this many of the newest; None: all
+
+    def __post_init__(self) -> None:
+        check_types(self, "save")
+        check_range("save.save_steps", self.save_steps, at_least=0)
+        check_range("save.save_total_limit", self.save_total_limit, at_least=1)
+        if self.save_total_limit is not None and self.save_steps == 0:
+            raise ValueError(
+                f"save.save_total_limit: means nothing with save.save_steps=0, got {self.save_total_limit}. Set save.save_steps"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GRPOConfig:
+    """Everything a run depends on besides the model's and the data's own contents."""
+
+    seed: int = 0  # of data order and sampling
+    max_steps: int = 100  # rollouts; each is trained on loss.num_iterations times
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    save: SaveConfig = field(default_factory=SaveConfig)
+
+    def __post_init__(self) -> None:
+        check_types(self, "")
+        check_range("seed", self.seed, at_least=0)
+        check_range("max_steps", self.max_steps, at_least=1)
+        if self.model.reference_dtype is not None and self.loss.beta == 0:
+            raise ValueError(
+                f"model.reference_dtype: means nothing with loss.beta=0, which loads no reference, "
+                f"got {self.model.reference_dtype!r}. Set it to null"
+            )
+        updates = self.max_steps * self.loss.num_iterations
+        if self.optim.warmup_steps >= updates and self.optim.warmup_steps > 0:
+            raise ValueError(
+                f"optim.warmup_steps: expected less than the {updates} optimizer steps of the run "
+                f"(max_steps * loss.num_iterations), got {self.optim.warmup_steps}. Set fewer, or a larger max_steps"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the configuration as nested dicts of plain values, as written in a recipe."""
+        return dataclasses.asdict(self)
+
+
+def load_config(path: str | Path | None = None, overrides: typing.Sequence[str] = ()) -> GRPOConfig:
+    """Reads a YAML recipe and applies overrides.
+
+    Args:
+        path: the recipe; None starts from the defaults.
+        overrides: `section.field=value` each, the value in YAML (`1e-6` is a number, `null` is None, `[a, b]` a list).
+
+    Raises:
+        ValueError: an unknown key (with the nearest known one), a wrong type, an impossible or meaningless value.
+        FileNotFoundError: no such recipe.
+    """
+    values = {} if path is None else _read_recipe(Path(path))
+    for override in overrides:
+        _apply_override(values, override)
+    return _build(GRPOConfig, values, "")
+
+
+def _read_recipe(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(f"no recipe at {path}")
+    values = _parse_yaml(path.read_text(encoding="utf-8"), str(path))
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: expected a mapping of sections, got {type(values).__name__}")
+    return values
+
+
+def _apply_override(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    key = key.strip()
+    if not equals or not key:
+        raise ValueError(f"--set {override}: expected section.field=value, e.g. loss.beta=0")
+    *sections, name = key.split(".")
+    for depth, section in enumerate(sections):
+        values = values.setdefault(section, {})
+        if not isinstance(values, dict):
+            raise ValueError(f"--set {override}: {'.'.join(sections[: depth + 1])} is not a section")
+    values[name] = _parse_yaml(text, f"--set {override}")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 with two changes: 1e-6 is a number, and a key given twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def _parse_yaml(text: str, source: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from error
+
+
+def _build(cls: type, values: Any, section: str) -> Any:
+    if not isinstance(values, dict):
+        raise ValueError(f"{section}: expected a section with fields of its own, got {values!r}")
+    hints = typing.get_type_hints(cls)
+    arguments = {}
+    for key, value in values.items():
+        name = f"{section}.{key}" if section else str(key)
+        if key not in hints:
+            raise ValueError(f"{name}: unknown key{_nearest(str(key), hints, section)}")
+        is_section = dataclasses.is_dataclass(hints[key])
+        # An empty section in YAML reads as None and means its defaults.
+        arguments[key] = _build(hints[key], {} if value is None else value, name) if is_section else value
+    return cls(**arguments)
+
+
+def _nearest(key: str, known: typing.Iterable[str], section: str) -> str:
+    sections = {name: hint for name, hint in typing.get_type_hints(GRPOConfig).items() if dataclasses.is_dataclass(hint)}
+    elsewhere = [f"{name}.{key}" for name, cls in sections.items() if key in typing.get_type_hints(cls)]
+    if elsewhere:
+        return f", did you mean {elsewhere[0]}?"
+    match = difflib.get_close_matches(key, list(known), n=1)
+    if match:
+        return f", did you mean {section + '.' if section else ''}{match[0]}?"
+    return f". Known here: {', '.join(known)}"
