@@ -1,4 +1,4 @@
-"""Checks of dataclass fields against their annotations, with errors that name the key, what was expected and what was given."""
+"""Checks of configuration values. Errors name the key, what was expected, what was given, what to set."""
 
 import math
 import types
@@ -27,7 +27,13 @@ def _is_float(hint: Any) -> bool:
     return hint is float or float in typing.get_args(hint)
 
 
-_TYPE_NAMES = {float: "a finite number", int: "an integer", bool: "true or false", str: "a string", type(None): "null"}
+_TYPE_NAMES = {
+    float: "a finite number",
+    int: "an integer",
+    bool: "true or false",
+    str: "a string",
+    type(None): "null",
+}
 
 
 def _describe(hint: Any) -> str:
@@ -44,7 +50,7 @@ def _describe(hint: Any) -> str:
 
 
 def check_types(config: Any, section: str) -> None:
-    """Refuses fields of the dataclass `config` whose values do not fit their annotations; integers become floats where due."""
+    """Refuses fields of a dataclass that do not fit their annotations; integers become floats where due."""
     for name, hint in typing.get_type_hints(type(config)).items():
         key = f"{section}.{name}" if section else name
         value = getattr(config, name)
@@ -54,7 +60,18 @@ def check_types(config: Any, section: str) -> None:
             object.__setattr__(config, name, float(value))
 
 
+def expect(ok: bool, key: str, expected: str, got: Any, remedy: str) -> None:
+    """Refuses an impossible value."""
+    if not ok:
+        raise ValueError(f"{key}: expected {expected}, got {got!r}. Set {remedy}")
+
+
+def refuse(meaningless: bool, key: str, got: Any, because: str, remedy: str) -> None:
+    """Refuses a value that another option makes meaningless."""
+    if meaningless:
+        raise ValueError(f"{key}: {got!r} means nothing {because}. Set {remedy}")
+
+
 def check_range(key: str, value: float | None, at_least: float) -> None:
     """Refuses a number below `at_least`; None means that the option is off."""
-    if value is not None and value < at_least:
-        raise ValueError(f"{key}: expected a number >= {at_least}, got {value}. Set e.g. {key}={at_least}")
+    expect(value is None or value >= at_least, key, f"a number >= {at_least}", value, f"e.g. {at_least}")

@@ -1,7 +1,7 @@
-"""The configuration of a run: one small frozen dataclass a section, and the reader of YAML recipes and `--set` overrides.
+"""The configuration of a run: one small frozen dataclass a section, and the reader of YAML recipes.
 
-Everything is checked before a model loads; an error names `section.field`, what was expected, what was given and what to set.
-Field names are TRL's wherever TRL has the option.
+Everything is checked before a model loads; an error names `section.field`, what was expected, what was
+given and what to set. Field names are TRL's wherever TRL has the option.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import yaml
 
-from grpo_fast.checks import check_range, check_types
+from grpo_fast.checks import check_range, check_types, expect, refuse
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,8 +22,8 @@ class ModelConfig:
     """The policy, any causal language model that transformers loads."""
 
     path: str | None = None  # folder or hub name given to from_pretrained
-    dtype: Literal["float32", "bfloat16", "auto"] = "float32"  # of the trained weights; "auto" keeps the checkpoint's
-    reference_dtype: Literal["float32", "bfloat16"] | None = None  # None: bfloat16 on a GPU, model.dtype on a CPU
+    dtype: Literal["float32", "bfloat16", "auto"] = "float32"  # of the trained weights; auto: as saved
+    reference_dtype: Literal["float32", "bfloat16"] | None = None  # None: bfloat16 on a GPU, else model.dtype
     attn_implementation: str | None = None  # handed to transformers; None leaves the choice to it
     gradient_checkpointing: bool = False  # recompute activations in the backward to save memory
     trust_remote_code: bool = False  # run modelling code that comes with the checkpoint
@@ -37,34 +37,28 @@ class DataConfig:
     """Where prompts come from: a file, a hub data set, or a built-in seeded task."""
 
     path: str | None = None  # .jsonl, .json or .parquet file, or hub:NAME
-    eval_path: str | None = None  # held-out prompts; None: none for a file, the task's own held-out split for a task
-    split: str = "train"  # split of a hub data set
+    eval_path: str | None = None  # held-out prompts for path; a task has a split of its own
+    split: str = "train"  # split of the hub data set in path
     eval_split: str = "test"  # split of the hub data set in eval_path
     task: str | None = None  # name of a built-in task, instead of path
     task_args: dict[str, Any] = field(default_factory=dict)  # arguments of the built-in task
     prompt_column: str = "prompt"  # column that holds the prompt, a string or a list of messages
     system_prompt: str | None = None  # put before every prompt, which makes plain prompts conversational
     max_prompt_length: int | None = None  # in tokens; None: no limit
-    overlong_prompt: Literal["error", "drop"] = "error"  # what happens beyond max_prompt_length; prompts are never cut
+    overlong_prompt: Literal["error", "drop"] = "error"  # beyond max_prompt_length; prompts are never cut
     shuffle: bool = True  # draw prompts in a seeded random order
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # handed to the chat template
 
     def __post_init__(self) -> None:
         check_types(self, "data")
-        if self.path is not None and self.task is not None:
-            raise ValueError(
-                f"data.path and data.task: expected one of them, got path={self.path!r} and task={self.task!r}. Set one to null"
-            )
-        if self.task_args and self.task is None:
-            raise ValueError(f"data.task_args: means nothing without data.task, got {self.task_args!r}. Set data.task")
-        if self.eval_path is not None and self.task is not None:
-            raise ValueError(
-                f"data.eval_path: means nothing with data.task={self.task!r}, which has its own held-out split, "
-                f"got {self.eval_path!r}. Set it to null"
-            )
+        task = f"with data.task={self.task}"
+        refuse(bool(self.task and self.path), "data.path", self.path, task, "one of the two to null")
+        refuse(bool(self.task and self.eval_path), "data.eval_path", self.eval_path, task, "it to null")
+        orphan = bool(self.task_args) and self.task is None
+        refuse(orphan, "data.task_args", self.task_args, "without data.task", "data.task")
         check_range("data.max_prompt_length", self.max_prompt_length, at_least=1)
-        if self.overlong_prompt == "drop" and self.max_prompt_length is None:
-            raise ValueError("data.overlong_prompt: 'drop' means nothing without a limit. Set data.max_prompt_length")
+        endless = self.overlong_prompt == "drop" and self.max_prompt_length is None
+        refuse(endless, "data.overlong_prompt", "drop", "without a limit", "data.max_prompt_length")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,19 +76,23 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         check_types(self, "rollout")
-        if self.num_generations < 2:
-            raise ValueError(
-                f"rollout.num_generations: expected an integer >= 2, got {self.num_generations}: "
-                "advantages compare completions of one prompt. Set e.g. rollout.num_generations=8"
-            )
+        size, temperature = self.num_generations, self.temperature
+        expect(
+            size >= 2,
+            "rollout.num_generations",
+            "an integer >= 2, since advantages compare the completions of one prompt",
+            size,
+            "e.g. 8",
+        )
         check_range("rollout.max_completion_length", self.max_completion_length, at_least=1)
-        if self.temperature <= 0:
-            raise ValueError(
-                f"rollout.temperature: expected a number > 0, got {self.temperature}: greedy decoding makes all completions "
-                "of a group equal, which leaves nothing to learn from. Set e.g. rollout.temperature=1.0"
-            )
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"rollout.top_p: expected a number in (0, 1], got {self.top_p}. Set rollout.top_p=1.0 to keep all")
+        expect(
+            temperature > 0,
+            "rollout.temperature",
+            "a number > 0, since greedy completions of one prompt are all equal and teach nothing",
+            temperature,
+            "e.g. 1.0",
+        )
+        expect(0 < self.top_p <= 1, "rollout.top_p", "a number in (0, 1]", self.top_p, "1.0 to keep all")
         check_range("rollout.top_k", self.top_k, at_least=0)
         check_range("rollout.max_rows", self.max_rows, at_least=1)
 
@@ -103,63 +101,60 @@ class RolloutConfig:
 class RewardConfig:
     """What completions are worth: the weighted sum of the functions' rewards."""
 
-    funcs: list[str] = field(default_factory=list)  # shipped name, import path pkg.mod.fn or pkg.mod:fn, or hf:PATH
+    funcs: list[str] = field(default_factory=list)  # shipped name, import path pkg.mod.fn, or hf:PATH
     weights: list[float] | None = None  # one per function; None: all 1
 
     def __post_init__(self) -> None:
         check_types(self, "reward")
-        if self.weights is not None and len(self.weights) != len(self.funcs):
-            raise ValueError(
-                f"reward.weights: expected {len(self.funcs)} numbers, one for each of reward.funcs, got {len(self.weights)}. "
-                "Set as many, or null for 1 each"
-            )
+        if self.weights is not None:
+            count = len(self.funcs)
+            expected = f"{count} numbers, one for each of reward.funcs"
+            expect(len(self.weights) == count, "reward.weights", expected, self.weights, "null for 1 each")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossConfig:
     """The options of `grpo_fast.GRPOLoss`, and how rewards become advantages."""
 
-    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo"] = "grpo"  # how token losses are averaged
-    epsilon: float = 0.2  # ratios below 1 - epsilon are clipped (from the second iteration on: the first has ratio 1)
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo"] = "grpo"  # how tokens average
+    epsilon: float = 0.2  # clips ratios below 1 - epsilon (an on-policy update has ratio 1: nothing to clip)
     epsilon_high: float | None = None  # upper clip, None: epsilon; for cispo the cap itself, >= 1
     delta: float | None = None  # bounds the ratio for negative advantages; None: off
     beta: float = 0.04  # weight of the KL to the reference model; 0 loads no reference
-    importance_sampling_level: Literal["token", "sequence"] = "token"  # one ratio a token, or one a sequence (GSPO)
+    importance_sampling_level: Literal["token", "sequence"] = "token"  # sequence: one ratio for all (GSPO)
     use_bias_correction_kl: bool = False  # weigh the KL estimate with the ratio
     entropy_coef: float = 0.0  # weight of the entropy bonus
     num_iterations: int = 1  # optimizer steps on one rollout
-    scale_rewards: Literal["group", "batch", "none"] = "group"  # whose standard deviation divides the advantages
+    scale_rewards: Literal["group", "batch", "none"] = "group"  # whose spread divides the advantages
     advantage_std: Literal["population", "sample"] = "population"  # "sample" (divides by n - 1) is TRL's
-    backend: Literal["reference", "cpu", "triton", "cuda"] | None = None  # None: the best available for the device
+    backend: Literal["reference", "cpu", "triton", "cuda"] | None = None  # None: the best for the device
 
     def __post_init__(self) -> None:
         check_types(self, "loss")
-        if not 0 <= self.epsilon <= 1:
-            raise ValueError(f"loss.epsilon: expected a number in [0, 1], got {self.epsilon}. Set e.g. loss.epsilon=0.2")
+        expect(0 <= self.epsilon <= 1, "loss.epsilon", "a number in [0, 1]", self.epsilon, "e.g. 0.2")
         if self.loss_type == "cispo":
             self._check_cispo()
         else:
-            check_range("loss.epsilon_high", self.epsilon_high, at_least=0)
-            upper = 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
-            if self.delta is not None and self.delta <= upper:
-                raise ValueError(
-                    f"loss.delta: expected a number > 1 + epsilon_high = {upper:g}, got {self.delta}. Set null to turn it off"
-                )
+            self._check_clip()
         check_range("loss.beta", self.beta, at_least=0)
         check_range("loss.num_iterations", self.num_iterations, at_least=1)
-        if self.use_bias_correction_kl and self.beta == 0:
-            raise ValueError("loss.use_bias_correction_kl: means nothing with loss.beta=0. Set it to false, or beta above 0")
-        if self.advantage_std == "sample" and self.scale_rewards == "none":
-            raise ValueError("loss.advantage_std: means nothing with loss.scale_rewards=none. Set it to population")
+        no_kl = self.use_bias_correction_kl and self.beta == 0
+        refuse(no_kl, "loss.use_bias_correction_kl", True, "with loss.beta=0", "it to false")
+        no_std = self.advantage_std == "sample" and self.scale_rewards == "none"
+        refuse(no_std, "loss.advantage_std", "sample", "with loss.scale_rewards=none", "it to population")
+
+    def _check_clip(self) -> None:
+        check_range("loss.epsilon_high", self.epsilon_high, at_least=0)
+        upper = 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
+        fits = self.delta is None or self.delta > upper
+        expect(fits, "loss.delta", f"a number > 1 + epsilon_high = {upper:g}", self.delta, "null to stop it")
 
     def _check_cispo(self) -> None:
-        if self.epsilon_high is None or self.epsilon_high < 1:
-            raise ValueError(
-                f"loss.epsilon_high: expected a number >= 1 with loss.loss_type=cispo, where it is the cap of the ratio, "
-                f"got {self.epsilon_high}. Set e.g. loss.epsilon_high=5.0"
-            )
-        if self.delta is not None:
-            raise ValueError(f"loss.delta: means nothing with loss.loss_type=cispo, got {self.delta}. Set it to null")
+        cap = self.epsilon_high
+        fits = cap is not None and cap >= 1
+        expect(fits, "loss.epsilon_high", "for cispo the cap of the ratio, >= 1", cap, "e.g. 5.0")
+        given = self.delta is not None
+        refuse(given, "loss.delta", self.delta, "with loss.loss_type=cispo", "it to null")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,8 +166,8 @@ class OptimConfig:
     adam_beta1: float = 0.9  # decay of the mean of the gradients
     adam_beta2: float = 0.999  # decay of the mean of their squares
     adam_epsilon: float = 1e-8  # added to the root of the latter
-    warmup_steps: int = 0  # steps of linear warm-up from 0
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"  # after the warm-up; linear and cosine end at 0
+    warmup_steps: int = 0  # optimizer steps of linear warm-up from 0
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"  # linear and cosine end at 0
     max_grad_norm: float = 1.0  # gradients of a larger norm are scaled down to it
 
     def __post_init__(self) -> None:
@@ -180,18 +175,18 @@ class OptimConfig:
         for name in ("learning_rate", "weight_decay", "adam_epsilon", "warmup_steps"):
             check_range(f"optim.{name}", getattr(self, name), at_least=0)
         for name in ("adam_beta1", "adam_beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"optim.{name}: expected a number in [0, 1), got {getattr(self, name)}. Set e.g. 0.9")
-        if self.max_grad_norm <= 0:
-            raise ValueError(f"optim.max_grad_norm: expected a number > 0, got {self.max_grad_norm}. Set e.g. 1.0")
+            value = getattr(self, name)
+            expect(0 <= value < 1, f"optim.{name}", "a number in [0, 1)", value, "e.g. 0.9")
+        norm = self.max_grad_norm
+        expect(norm > 0, "optim.max_grad_norm", "a number > 0", norm, "e.g. 1.0")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchConfig:
-    """How much goes into a step and how it is cut for memory; the cut never changes the result."""
+    """How much goes into a step, and how it is cut for memory; the cut never changes the result."""
 
     prompts_per_step: int = 8  # each is completed rollout.num_generations times
-    max_tokens_per_micro_batch: int = 16384  # prompt and completion tokens with padding; a longer single row goes alone
+    max_tokens_per_micro_batch: int = 16384  # padding included; a longer single row goes alone
 
     def __post_init__(self) -> None:
         check_types(self, "batch")
@@ -201,7 +196,7 @@ class BatchConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogConfig:
-    """What a run leaves behind and shows."""
+    """What a run shows and leaves behind."""
 
     output_dir: str = "runs/grpo"  # metrics.jsonl, samples.jsonl, checkpoints and the plot go here
     logging_steps: int = 1  # steps between two lines of metrics.jsonl
@@ -231,11 +226,9 @@ class EvalConfig:
         check_range("eval.num_prompts", self.num_prompts, at_least=1)
         check_range("eval.num_generations", self.num_generations, at_least=1)
         check_range("eval.temperature", self.temperature, at_least=0)
-        if self.num_generations > 1 and self.temperature == 0:
-            raise ValueError(
-                f"eval.num_generations: means nothing above 1 with greedy decoding, got {self.num_generations}. "
-                "Set eval.temperature=1.0, or eval.num_generations=1"
-            )
+        equal = self.num_generations > 1 and self.temperature == 0
+        because = "above 1 with greedy decoding, which repeats itself"
+        refuse(equal, "eval.num_generations", self.num_generations, because, "eval.temperature=1.0")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -249,10 +242,9 @@ class SaveConfig:
         check_types(self, "save")
         check_range("save.save_steps", self.save_steps, at_least=0)
         check_range("save.save_total_limit", self.save_total_limit, at_least=1)
-        if self.save_total_limit is not None and self.save_steps == 0:
-            raise ValueError(
-                f"save.save_total_limit: means nothing with save.save_steps=0, got {self.save_total_limit}. Set save.save_steps"
-            )
+        single = self.save_total_limit is not None and self.save_steps == 0
+        because = "with save.save_steps=0, which saves once"
+        refuse(single, "save.save_total_limit", self.save_total_limit, because, "save.save_steps")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -276,17 +268,13 @@ class GRPOConfig:
         check_types(self, "")
         check_range("seed", self.seed, at_least=0)
         check_range("max_steps", self.max_steps, at_least=1)
-        if self.model.reference_dtype is not None and self.loss.beta == 0:
-            raise ValueError(
-                f"model.reference_dtype: means nothing with loss.beta=0, which loads no reference, "
-                f"got {self.model.reference_dtype!r}. Set it to null"
-            )
+        dtype = self.model.reference_dtype
+        no_reference = dtype is not None and self.loss.beta == 0
+        refuse(no_reference, "model.reference_dtype", dtype, "with loss.beta=0", "it to null")
         updates = self.max_steps * self.loss.num_iterations
-        if self.optim.warmup_steps >= updates and self.optim.warmup_steps > 0:
-            raise ValueError(
-                f"optim.warmup_steps: expected less than the {updates} optimizer steps of the run "
-                f"(max_steps * loss.num_iterations), got {self.optim.warmup_steps}. Set fewer, or a larger max_steps"
-            )
+        warmup = self.optim.warmup_steps
+        expected = f"less than the run's {updates} optimizer steps (max_steps * loss.num_iterations)"
+        expect(warmup == 0 or warmup < updates, "optim.warmup_steps", expected, warmup, "fewer")
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the configuration as nested dicts of plain values, as written in a recipe."""
@@ -298,10 +286,11 @@ def load_config(path: str | Path | None = None, overrides: typing.Sequence[str] 
 
     Args:
         path: the recipe; None starts from the defaults.
-        overrides: `section.field=value` each, the value in YAML (`1e-6` is a number, `null` is None, `[a, b]` a list).
+        overrides: `section.field=value` each, the value in YAML: 1e-6 is a number, null is None.
 
     Raises:
-        ValueError: an unknown key (with the nearest known one), a wrong type, an impossible or meaningless value.
+        ValueError: an unknown key (the nearest known one is named), a wrong type, an impossible or
+            meaningless value.
         FileNotFoundError: no such recipe.
     """
     values = {} if path is None else _read_recipe(Path(path))
@@ -341,12 +330,15 @@ class _Loader(yaml.SafeLoader):
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for key in keys:
             if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", node.start_mark)
+                problem = f"key {key!r} is given twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
         return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$"), list("-+.0123456789")
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
 )
 
 
@@ -373,7 +365,8 @@ def _build(cls: type, values: Any, section: str) -> Any:
 
 
 def _nearest(key: str, known: typing.Iterable[str], section: str) -> str:
-    sections = {name: hint for name, hint in typing.get_type_hints(GRPOConfig).items() if dataclasses.is_dataclass(hint)}
+    hints = typing.get_type_hints(GRPOConfig)
+    sections = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
     elsewhere = [f"{name}.{key}" for name, cls in sections.items() if key in typing.get_type_hints(cls)]
     if elsewhere:
         return f", did you mean {elsewhere[0]}?"

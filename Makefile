@@ -1,0 +1,43 @@
+# make train   sets up .venv and runs the offline demo
+# make test    sets up .venv and runs the test suite
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.grpo_fast_installed
+PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
+
+.PHONY: train test test-real test-oldest lint bench
+.DEFAULT_GOAL := train
+
+# torch comes first and alone: the extension is built against it, hence --no-build-isolation below.
+$(INSTALLED): pyproject.toml setup.py constraints.txt $(shell find csrc -type f)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch setuptools wheel ninja
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev,plots,gguf,tensorboard]'
+	touch $@
+
+train: $(INSTALLED)
+	$(BIN)/grpo-fast demo
+
+test: $(INSTALLED)
+	$(PYTEST) -n 2 --dist loadfile -m 'not real' --durations=15
+
+# Real models: SmolLM2 is fetched and converted first, once.
+test-real: $(INSTALLED)
+	$(BIN)/grpo-fast prepare-smollm2 models/SmolLM2-135M-Instruct
+	$(PYTEST) -m real
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+bench: $(INSTALLED)
+	$(BIN)/grpo-fast bench
+
+# The oldest supported versions load the extension that .venv built, in an environment of their own.
+OLDEST := .venv-oldest
+test-oldest: $(INSTALLED)
+	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet 'torch==2.11.*' 'triton==3.6.*' 'transformers==5.16.*' \
+		numpy safetensors pyyaml tqdm typer hypothesis pytest
+	OMP_NUM_THREADS=2 $(OLDEST)/bin/python -m pytest tests/ops tests/csrc tests/kernels

@@ -1,0 +1,64 @@
+"""Builds the CPU extension `grpo_fast._C` where torch and a C++ compiler are at hand, installs pure if not.
+
+The extension uses torch's stable ABI and Python's limited API: one build serves torch >= 2.11 and any Python
+>= 3.10.
+"""
+
+import os
+import shutil
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+TORCH_TARGET_VERSION = "0x020b000000000000"  # 2.11: nothing newer of the stable ABI may be used
+
+
+def why_pure():
+    """Returns why the extension cannot be built here, or None."""
+    if os.environ.get("GRPO_FAST_PURE") == "1":
+        return "GRPO_FAST_PURE=1 is set"
+    if find_spec("torch") is None:
+        return "torch is missing in the build environment (pip's --no-build-isolation shows it yours)"
+    compiler = os.environ.get("CXX", "c++").split()[0]
+    if shutil.which(compiler) is None:
+        return f"the C++ compiler {compiler} is missing (install one, or name it in CXX)"
+    return None
+
+
+def extension_arguments():
+    """Returns what setup() needs to build the extension: nothing where it cannot be built."""
+    reason = why_pure()
+    if reason is not None:
+        # setup.py also runs for the metadata alone, where saying it again would help nobody.
+        if {"bdist_wheel", "editable_wheel", "install"} & set(sys.argv):
+            print(f"grpo_fast: installing without the C++ backend: {reason}", file=sys.stderr)
+        return {}
+    from torch.utils.cpp_extension import BuildExtension, CppExtension
+
+    extension = CppExtension(
+        "grpo_fast._C",
+        sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.cpp")),
+        include_dirs=[str(ROOT / "csrc")],
+        define_macros=[("TORCH_TARGET_VERSION", TORCH_TARGET_VERSION)],
+        extra_compile_args=["-O3", "-std=c++20", "-fvisibility=hidden"],
+        py_limited_api=True,
+    )
+    return {
+        "ext_modules": [extension],
+        "cmdclass": {"build_ext": BuildExtension},
+        "options": {"bdist_wheel": {"py_limited_api": "cp310"}},
+    }
+
+
+# Where the checkout holds the symlink grpo_fast/kernels as a text file (Windows, some archives), name it.
+KERNELS_DIR = {} if (ROOT / "grpo_fast/kernels").is_dir() else {"grpo_fast.kernels": "kernels"}
+
+setup(
+    packages=[*find_packages(include=["grpo_fast", "grpo_fast.*"]), "grpo_fast.kernels"],
+    package_dir=KERNELS_DIR,
+    package_data={"grpo_fast": ["py.typed"]},
+    **extension_arguments(),
+)
