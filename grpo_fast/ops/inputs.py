@@ -1,0 +1,174 @@
+"""From the shapes users pass to the one shape the backends see: logits [B,T,V] and contiguous vectors [B,T].
+
+Letters: B sequences, T tokens of a sequence, N packed tokens, V vocabulary, D hidden. Packed input travels as one row of
+N tokens; `Sequences` alone knows where its sequences begin.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """How tokens group into sequences. `cu_seqlens` is None for padded input, where every row is a sequence."""
+
+    num: int  # B
+    shape: tuple[int, int]  # of the token vectors: (B, T), or (1, N) when packed
+    cu_seqlens: Tensor | None = None  # (B+1,)
+    index: Tensor | None = None  # (N,), the sequence of each packed token
+
+    def sum(self, values_BT: Tensor) -> Tensor:
+        """Sum over each sequence, (B,). Ordered, so deterministic."""
+        if self.cu_seqlens is None:
+            return values_BT.sum(1)
+        if values_BT.numel() == 0:
+            return values_BT.sum() + values_BT.new_zeros(self.num)
+        flat = values_BT.reshape(-1)
+        if not flat.is_floating_point():
+            flat = flat.to(torch.float64)
+        return torch.segment_reduce(flat, "sum", offsets=self.cu_seqlens.to(torch.int64), axis=0)
+
+    def expand(self, values_B: Tensor) -> Tensor:
+        """A value of each sequence at each of its tokens, in the token vectors' shape."""
+        if self.cu_seqlens is None:
+            return values_B[:, None].expand(self.shape)
+        return values_B[self.index][None]
+
+    def per_token(self, name: str, value: Tensor) -> Tensor:
+        """advantages or sampling_weights in any accepted shape, expanded to the token vectors' shape."""
+        batch, (rows, length) = self.num, self.shape
+        if self.cu_seqlens is None:
+            if value.shape == (batch,):
+                value = value[:, None]
+            if value.shape not in ((batch, 1), (batch, length)):
+                raise ValueError(
+                    f"{name}: expected shape [{batch}], [{batch}, 1] or [{batch}, {length}], got {list(value.shape)}"
+                )
+            return value.expand(batch, length)
+        if value.shape == (batch,):  # also when B == N: [N, 1] says per token
+            return self.expand(value)
+        if value.shape in ((length,), (length, 1)):
+            return value.reshape(1, length)
+        raise ValueError(f"{name}: expected shape [{batch}], [{length}] or [{length}, 1], got {list(value.shape)}")
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Targets and their mask. `valid` decides; whatever sits in masked slots of any tensor must not matter."""
+
+    ids: Tensor  # (B, T) int64
+    valid: Tensor  # (B, T) bool
+    sequences: Sequences
+    shape: tuple[int, ...]  # token_ids' own shape, which results are returned in
+
+    def vector(self, name: str, value: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        """old_logps or ref_logps: token_ids' shape exactly."""
+        if value is None:
+            return None
+        _constant(name, value)
+        if tuple(value.shape) != tuple(self.shape):
+            raise ValueError(f"{name}: expected token_ids' shape {list(self.shape)}, got {list(value.shape)}")
+        _same_device(name, value, self.ids)
+        return value.reshape(self.ids.shape).to(dtype).contiguous()
+
+    def broadcast(self, name: str, value: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        """advantages or sampling_weights, per sequence or per token."""
+        if value is None:
+            return None
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{name}: expected a tensor, got {type(value).__name__}")
+        _constant(name, value)
+        _same_device(name, value, self.ids)
+        return self.sequences.per_token(name, value).to(dtype).contiguous()
+
+
+def _constant(name: str, value: Tensor) -> None:
+    if value.requires_grad:
+        raise ValueError(f"{name}: is a constant of the loss but requires grad; pass {name}.detach()")
+
+
+def _same_device(name: str, value: Tensor, ids: Tensor) -> None:
+    if value.device != ids.device:
+        raise ValueError(f"{name}: expected device {ids.device} (token_ids'), got {value.device}")
+
+
+def check_scores(name: str, scores: Tensor, rank_packed: bool | None) -> None:
+    """logits or hidden: a floating tensor [B,T,.] or, packed, [N,.]."""
+    if scores.dim() not in (2, 3):
+        raise ValueError(f"{name}: expected [B, T, .] or packed [N, .], got shape {list(scores.shape)}")
+    if not scores.is_floating_point():
+        raise ValueError(f"{name}: expected a floating-point dtype, got {scores.dtype}")
+    if rank_packed is True and scores.dim() != 2:
+        raise ValueError(f"cu_seqlens: belongs to packed [N, .] {name}, got {name} of shape {list(scores.shape)}")
+    if rank_packed is False and scores.dim() != 3:
+        raise ValueError(
+            f"{name}: 2-D means packed and needs cu_seqlens=[B+1]; got shape {list(scores.shape)} without it "
+            "(for one sequence pass cu_seqlens=[0, N], or add a batch axis)"
+        )
+
+
+def make_tokens(name: str, scores: Tensor, token_ids: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tokens:
+    """Check token_ids, mask and cu_seqlens against logits or hidden (`scores`, called `name`)."""
+    lead = tuple(scores.shape[:-1])
+    if tuple(token_ids.shape) != lead:
+        raise ValueError(
+            f"token_ids: expected shape {list(lead)} to go with {name} of shape {list(scores.shape)}, "
+            f"got {list(token_ids.shape)}"
+        )
+    if token_ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"token_ids: expected int32 or int64, got {token_ids.dtype}")
+    _same_device("token_ids", token_ids, scores)
+    if mask is not None and tuple(mask.shape) != lead:
+        raise ValueError(f"mask: expected token_ids' shape {list(lead)}, got {list(mask.shape)}")
+    packed = scores.dim() == 2
+    shape = (1, lead[0]) if packed else lead
+    ids = token_ids.reshape(shape).to(torch.int64).contiguous()
+    if mask is None:
+        valid = torch.ones(shape, dtype=torch.bool, device=scores.device)
+    else:
+        _same_device("mask", mask, token_ids)
+        valid = (mask != 0).reshape(shape).contiguous()
+    if cu_seqlens is None:
+        sequences = Sequences(1 if packed else shape[0], shape)
+    else:
+        sequences = _packed_sequences(cu_seqlens, lead[0], token_ids)
+    return Tokens(ids, valid, sequences, lead)
+
+
+def _packed_sequences(cu_seqlens: Tensor, num_tokens: int, token_ids: Tensor) -> Sequences:
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"cu_seqlens: expected int32 or int64 of shape [B+1], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}"
+        )
+    _same_device("cu_seqlens", cu_seqlens, token_ids)
+    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+        bounds = cu_seqlens.tolist()
+        if bounds[0] != 0 or bounds[-1] != num_tokens or any(a > b for a, b in zip(bounds, bounds[1:], strict=False)):
+            raise ValueError(f"cu_seqlens: expected non-decreasing from 0 to N = {num_tokens}, got {bounds[:8]}...")
+    position = torch.arange(num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    index = torch.searchsorted(cu_seqlens[1:].contiguous(), position, right=True)
+    return Sequences(cu_seqlens.shape[0] - 1, (1, num_tokens), cu_seqlens, index)
+
+
+def rows_of(name: str, scores: Tensor, inplace: bool) -> Tensor:
+    """[B,T,.] or [N,.] as [B,T,.] with a unit-stride last axis; a view, except where a copy is allowed and needed."""
+    scores_BTV = scores.unsqueeze(0) if scores.dim() == 2 else scores
+    if scores_BTV.stride(-1) == 1 or scores_BTV.shape[-1] <= 1:
+        return scores_BTV
+    if inplace:
+        raise ValueError(f"inplace: {name} must have a unit-stride last axis, got strides {scores.stride()}")
+    return scores_BTV.contiguous()
+
+
+def check_inplace(logits: Tensor) -> None:
+    if torch.is_grad_enabled() and logits.requires_grad and logits.is_leaf:
+        raise ValueError("inplace: logits is a leaf that requires grad, its values would be lost; pass inplace=False")
+    extent = 1
+    for stride, size in sorted(zip(logits.stride(), logits.shape, strict=True)):
+        if size > 1 and stride < extent:
+            raise ValueError(f"inplace: logits overlaps itself in memory (strides {logits.stride()}); pass inplace=False")
+        extent += stride * (size - 1)

@@ -1,0 +1,239 @@
+"""The lm_head ops: chunks of rows through GEMM -> row kernel in place -> GEMM, so that [N,V] never exists.
+
+Letters: N rows (tokens), R rows of a chunk, V vocabulary, D hidden. `rows` are the int64 indices of the tokens to score;
+None scores all. Weight and bias gradients are accumulated in fp32 over the chunks and rounded once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from grpo_fast.ops import backends
+from grpo_fast.ops.library import _OBJECTIVE, _TRANSFORM, check_ids, define
+
+_HEAD = "Tensor hidden, Tensor weight, Tensor? bias, Tensor? rows, Tensor ids, Tensor valid"
+_TAIL = "int rows_per_chunk, str backend"
+
+
+def gemm_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """autocast's dtype where it is on, else the dtype both operands fit in."""
+    if torch.is_autocast_enabled(hidden.device.type):
+        return torch.get_autocast_dtype(hidden.device.type)
+    return torch.promote_types(hidden.dtype, weight.dtype)
+
+
+class _Head:
+    """One chunked walk over the rows of hidden: yields logits chunks, takes back their gradients."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor | None, rows_per_chunk: int):
+        self.hidden = hidden
+        self.dtype = gemm_dtype(hidden, weight)
+        self.weight = weight.to(self.dtype)
+        self.bias = None if bias is None else bias.to(self.dtype)
+        self.rows = rows
+        self.rows_per_chunk = max(1, rows_per_chunk)
+        self.num_rows = hidden.shape[0] if rows is None else rows.shape[0]
+
+    def chunks(self):
+        """(slice or index of the chunk's tokens, hidden_RD, logits_RV)"""
+        for start in range(0, self.num_rows, self.rows_per_chunk):
+            stop = min(start + self.rows_per_chunk, self.num_rows)
+            where = slice(start, stop) if self.rows is None else self.rows[start:stop]
+            hidden_RD = self.hidden[where].to(self.dtype)
+            logits_RV = hidden_RD @ self.weight.t()
+            if self.bias is not None:
+                logits_RV += self.bias
+            yield where, hidden_RD, logits_RV
+
+
+class _Grads:
+    """Gradients of hidden, weight and bias, each only where needed (None otherwise)."""
+
+    def __init__(self, head: _Head, need: tuple[bool, bool, bool], keep_fp32: bool):
+        hidden, weight = head.hidden, head.weight
+        self.head, self.keep_fp32 = head, keep_fp32
+        dtype = torch.float32 if keep_fp32 else hidden.dtype
+        self.hidden = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device) if need[0] else None
+        self.weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if need[1] else None
+        self.bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=weight.device) if need[2] else None
+
+    def add(self, where, hidden_RD: Tensor, dlogits_RV: Tensor, undo: Tensor | None = None) -> None:
+        """Add a chunk's share; `undo` is what its coefficients were multiplied by to keep fp16 away from 0."""
+        if self.hidden is not None:
+            dhidden = _mm_fp32(dlogits_RV, self.head.weight) if self.keep_fp32 else dlogits_RV @ self.head.weight
+            self.hidden[where] = (dhidden if undo is None else dhidden / undo).to(self.hidden.dtype)
+        if self.weight is not None:
+            if undo is None and dlogits_RV.dtype == torch.float32:
+                self.weight.addmm_(dlogits_RV.t(), hidden_RD)
+            else:
+                dweight = _mm_fp32(dlogits_RV.t(), hidden_RD)
+                self.weight += dweight if undo is None else dweight / undo
+        if self.bias is not None:
+            dbias = dlogits_RV.sum(0, dtype=torch.float32)
+            self.bias += dbias if undo is None else dbias / undo
+
+    def finish(self, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
+        """In the parameters' dtypes (fp32 where the backward still has to scale fp16); empty where not needed."""
+        empty = self.head.hidden.new_empty(0)
+        results = [empty if self.hidden is None else self.hidden]
+        for grad, parameter in ((self.weight, weight), (self.bias, bias)):
+            if grad is None:
+                results.append(empty)
+            else:
+                results.append(grad if self.keep_fp32 else grad.to(parameter.dtype))
+        return results
+
+
+def _mm_fp32(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b with fp32 accumulation and an fp32 result."""
+    if a.dtype == torch.float32:
+        return a @ b
+    if a.device.type == "cuda":
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()  # the CPU has no mixed GEMM, and rounding each chunk's sum would bias the total
+
+
+def _select(vector: Tensor | None, where) -> Tensor | None:
+    return None if vector is None else vector[:, where].contiguous()
+
+
+def _power_of_two_below(coef: Tensor) -> Tensor:
+    """1 / (largest coefficient), rounded to a power of two: brings fp16 gradients near 1, exactly undone later."""
+    largest = coef.abs().amax()
+    return torch.where(largest > 0, torch.exp2(-torch.floor(torch.log2(largest.clamp(min=1e-30)))), 1.0)
+
+
+def _linear_grpo_loss(
+    hidden, weight, bias, rows, ids, valid, advantages, weights, old_logps, ref_logps, coef, entropy_scale, want_entropy,
+    need_hidden, need_weight, need_bias, temperature, softcap, logit_scale, clip_low, clip_high, delta, beta,
+    bias_correction, rows_per_chunk, backend,
+):  # fmt: skip
+    check_ids(ids, valid, weight.shape[0])
+    kernel = backends.functions(backend).grpo_loss
+    numbers = (temperature, softcap, logit_scale, clip_low, clip_high, delta, beta, bias_correction)
+    head = _Head(hidden, weight, bias, rows, rows_per_chunk)
+    grads = _Grads(head, (need_hidden, need_weight, need_bias), head.dtype == torch.float16)
+    losses, logps = (torch.zeros(ids.shape, dtype=torch.float32, device=ids.device) for _ in range(2))
+    entropy = torch.zeros_like(losses) if want_entropy else losses.new_empty(0)
+    for where, hidden_RD, logits_RV in head.chunks():
+        vectors = [_select(v, where) for v in (ids, valid, advantages, weights, old_logps, ref_logps)]
+        coef_R, bonus, undo = _select(coef, where), entropy_scale, None
+        if grads.keep_fp32:
+            undo = _power_of_two_below(coef_R)
+            coef_R, bonus = coef_R * undo, None if bonus is None else bonus * undo
+        part = [torch.empty_like(coef_R) for _ in range(3 if want_entropy else 2)]
+        logits_1RV = logits_RV[None]
+        vectors[1] = vectors[1].view(torch.uint8)
+        kernel(
+            logits_1RV, *vectors, coef_R, bonus, part[0], part[1], part[2] if want_entropy else None, logits_1RV, *numbers
+        )
+        grads.add(where, hidden_RD, logits_RV, undo)
+        losses[:, where], logps[:, where] = part[0], part[1]
+        if want_entropy:
+            entropy[:, where] = part[2]
+        del logits_RV, logits_1RV  # before the next chunk's are made
+    return losses, logps, entropy, *grads.finish(weight, bias)
+
+
+def _linear_grpo_loss_fake(
+    hidden, weight, bias, rows, ids, valid, advantages, weights, old_logps, ref_logps, coef, entropy_scale, want_entropy,
+    need_hidden, need_weight, need_bias, *rest,
+):  # fmt: skip
+    losses, logps = torch.empty_like(coef), torch.empty_like(coef)
+    entropy = torch.empty_like(coef) if want_entropy else coef.new_empty(0)
+    keep_fp32 = gemm_dtype(hidden, weight) == torch.float16
+    return losses, logps, entropy, *_fake_grads(hidden, weight, bias, (need_hidden, need_weight, need_bias), keep_fp32)
+
+
+def _fake_grads(hidden, weight, bias, need, keep_fp32):
+    empty = hidden.new_empty(0)
+    vocab = None if not need[2] else weight.new_empty(weight.shape[0], dtype=bias.dtype)
+    wanted = (hidden if need[0] else None, weight if need[1] else None, vocab)
+    return [
+        empty if t is None else torch.empty(t.shape, dtype=torch.float32 if keep_fp32 else t.dtype, device=t.device)
+        for t in wanted
+    ]
+
+
+def _linear_row_stats(
+    hidden, weight, bias, rows, ids, valid, temperature, softcap, logit_scale, want_entropy, rows_per_chunk, backend
+):
+    check_ids(ids, valid, weight.shape[0])
+    kernel = backends.functions(backend).row_stats
+    head = _Head(hidden, weight, bias, rows, rows_per_chunk)
+    outputs = [torch.zeros(ids.shape, dtype=torch.float32, device=ids.device) for _ in range(3)]
+    entropy = torch.zeros_like(outputs[0]) if want_entropy else outputs[0].new_empty(0)
+    for where, _, logits_RV in head.chunks():
+        ids_R, valid_R = _select(ids, where), _select(valid, where).view(torch.uint8)
+        parts = [torch.empty(ids_R.shape, dtype=torch.float32, device=ids.device) for _ in range(4)]
+        kernel(
+            logits_RV[None], ids_R, valid_R, parts[0], parts[3] if want_entropy else None, parts[1], parts[2],
+            temperature, softcap, logit_scale,
+        )  # fmt: skip
+        for output, part in zip(outputs, parts, strict=False):
+            output[:, where] = part
+        if want_entropy:
+            entropy[:, where] = parts[3]
+        del logits_RV
+    logps, row_max, row_sum = outputs
+    return logps, entropy, row_max, row_sum
+
+
+def _linear_row_stats_fake(hidden, weight, bias, rows, ids, valid, t, c, s, want_entropy, rows_per_chunk, backend):
+    logps, row_max, row_sum = (torch.empty(ids.shape, dtype=torch.float32, device=ids.device) for _ in range(3))
+    return logps, torch.empty_like(logps) if want_entropy else logps.new_empty(0), row_max, row_sum
+
+
+def _linear_row_grad(
+    hidden, weight, bias, rows, ids, valid, row_max, row_sum, logps, entropy, g, g_entropy, need_hidden, need_weight,
+    need_bias, temperature, softcap, logit_scale, rows_per_chunk, backend,
+):  # fmt: skip
+    kernel = backends.functions(backend).row_grad
+    head = _Head(hidden, weight, bias, rows, rows_per_chunk)
+    grads = _Grads(head, (need_hidden, need_weight, need_bias), keep_fp32=False)
+    for where, hidden_RD, logits_RV in head.chunks():
+        vectors = [_select(v, where) for v in (ids, valid, row_max, row_sum, logps, entropy, g, g_entropy)]
+        undo = None
+        if head.dtype == torch.float16:
+            undo = _power_of_two_below(vectors[6])
+            vectors[6] = vectors[6] * undo
+            vectors[7] = None if g_entropy is None else vectors[7] * undo
+        vectors[1] = vectors[1].view(torch.uint8)
+        logits_1RV = logits_RV[None]
+        kernel(logits_1RV, *vectors, logits_1RV, temperature, softcap, logit_scale)
+        grads.add(where, hidden_RD, logits_RV, undo)
+        del logits_RV, logits_1RV
+    return tuple(grads.finish(weight, bias))
+
+
+def _linear_row_grad_fake(hidden, weight, bias, *args):
+    need = args[9:12]
+    return tuple(_fake_grads(hidden, weight, bias, need, keep_fp32=False))
+
+
+_NEED = "bool need_hidden, bool need_weight, bool need_bias"
+_GRADS = "Tensor dhidden, Tensor dweight, Tensor dbias"
+
+linear_grpo_loss = define(
+    "linear_grpo_loss",
+    f"({_HEAD}, Tensor advantages, Tensor? weights, Tensor? old_logps, Tensor? ref_logps, Tensor coef, "
+    f"Tensor? entropy_scale, bool want_entropy, {_NEED}, {_TRANSFORM}, {_OBJECTIVE}, {_TAIL})"
+    f" -> (Tensor losses, Tensor logps, Tensor entropy, {_GRADS})",
+    _linear_grpo_loss,
+    _linear_grpo_loss_fake,
+)
+linear_row_stats = define(
+    "linear_row_stats",
+    f"({_HEAD}, {_TRANSFORM}, bool want_entropy, {_TAIL})"
+    " -> (Tensor logps, Tensor entropy, Tensor row_max, Tensor row_sum)",
+    _linear_row_stats,
+    _linear_row_stats_fake,
+)
+linear_row_grad = define(
+    "linear_row_grad",
+    f"({_HEAD}, Tensor row_max, Tensor row_sum, Tensor logps, Tensor? entropy, Tensor g, Tensor? g_entropy, "
+    f"{_NEED}, {_TRANSFORM}, {_TAIL}) -> ({_GRADS})",
+    _linear_row_grad,
+    _linear_row_grad_fake,
+)
