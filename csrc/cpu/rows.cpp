@@ -1,0 +1,183 @@
+// The four operations as loops over rows. Rows are handed out to torch's threads a few at a time; what a row gives
+// depends on that row alone, never on the thread or on its neighbours.
+#include "rows.h"
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <memory>
+
+namespace grpo_fast::cpu {
+namespace {
+
+// Calls make_worker() once per thread and the worker it returns with each row index.
+template <class MakeWorker>
+void for_each_row(int64_t rows, int64_t vocab, const MakeWorker& make_worker) {
+  if (rows == 0) return;
+  const int64_t threads = torch::stable::get_num_threads();
+  const int64_t worth_a_thread = std::max<int64_t>(1, 16384 / vocab);
+  const int64_t chunk = std::max(worth_a_thread, rows / (16 * threads));
+  const int64_t workers = std::min(threads, (rows + chunk - 1) / chunk);
+  std::atomic<int64_t> next{0};
+  torch::stable::parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {
+    auto worker = make_worker();
+    for (int64_t first; (first = next.fetch_add(chunk, std::memory_order_relaxed)) < rows;) {
+      const int64_t last = std::min(first + chunk, rows);
+      for (int64_t n = first; n < last; ++n) worker(n, last);
+    }
+  });
+}
+
+template <class T>
+T value_or(const T* p, int64_t n, T otherwise) {
+  return p ? p[n] : otherwise;
+}
+
+void zero_row(const Rows& out, int64_t n) { std::memset(out.row(n), 0, out.V * element_size(out.dtype)); }
+
+int64_t in_range(int64_t id, int64_t vocab) { return id >= 0 && id < vocab ? id : -1; }
+
+// One thread's memory for a row of exponentials and its block maxima.
+class Scratch {
+ public:
+  Scratch(int64_t vocab, bool exps) {
+    const int64_t row = exps ? (vocab + kAlign - 1) / kAlign * kAlign : 0;
+    memory_ = std::make_unique_for_overwrite<float[]>(row + blocks(vocab) + kAlign);
+    const auto address = reinterpret_cast<uintptr_t>(memory_.get());
+    exps_ = memory_.get() + (kAlign - address / sizeof(float) % kAlign);
+    block_max_ = exps_ + row;
+  }
+  float* exps() const { return exps_; }
+  float* block_max() const { return block_max_; }
+
+ private:
+  static constexpr int64_t kAlign = 16;  // floats: a cache line
+  std::unique_ptr<float[]> memory_;
+  float *exps_, *block_max_;
+};
+
+}  // namespace
+
+float RowStats::logp() const {
+  // Where the target holds most of the mass, log(sum) would round away the rest.
+  if (target >= rest) return float(-std::log1p(rest / target));
+  return float(gap - std::log(rest + target));
+}
+
+float RowStats::entropy() const { return float(std::log(sum()) - weighted / sum()); }
+
+void row_stats(const Rows& logits, const Tokens& tokens, const StatsArgs& args, const Transform& t) {
+  const auto stats = isa().rows(logits.dtype).stats;
+  for_each_row(tokens.n, logits.V, [&] {
+    return [&](int64_t n, int64_t) {
+      RowStats row = {0.0f, 0.0, 1.0, 0.0, 0.0};  // masked: logp 0, entropy 0
+      if (tokens.valid[n])
+        row = stats(logits.row(n), logits.V, in_range(tokens.ids[n], logits.V), t, args.entropy, Kept{});
+      args.logps[n] = row.logp();
+      if (args.entropy) args.entropy[n] = row.entropy();
+      args.row_max[n] = row.max;
+      args.row_sum[n] = float(row.sum());
+    };
+  });
+}
+
+void row_grad(const Rows& logits, const Tokens& tokens, const GradArgs& args, const Rows& out, const Transform& t) {
+  const auto grad = isa().rows(logits.dtype).grad;
+  for_each_row(tokens.n, logits.V, [&] {
+    return [&](int64_t n, int64_t) {
+      const float g_entropy = value_or(args.g_entropy, n, 0.0f);
+      if (!tokens.valid[n] || (args.g[n] == 0 && g_entropy == 0)) return zero_row(out, n);
+      const Gradient row = {args.row_max[n], args.row_sum[n], args.logps[n], value_or(args.entropy, n, 0.0f),
+                            args.g[n],       g_entropy,       in_range(tokens.ids[n], logits.V)};
+      grad(logits.row(n), out.row(n), logits.V, row, t);
+    };
+  });
+}
+
+namespace {
+
+class LossWorker {
+ public:
+  LossWorker(const Rows& logits, const Tokens& tokens, const LossArgs& args, const Rows& out, const Transform& t,
+             const ClipOptions& options)
+      : logits_(logits), tokens_(tokens), args_(args), out_(out), t_(t), options_(options),
+        rows_(isa().rows(logits.dtype)), in_place_(logits.data == out.data),
+        entropy_scale_(args.entropy_scale ? *args.entropy_scale : 0.0f),
+        keep_in_row_(in_place_ && logits.dtype == DType::F32), scratch_(logits.V, !keep_in_row_) {}
+
+  void operator()(int64_t n, int64_t last) {
+    if (!tokens_.valid[n]) return masked(n);
+    const TokenInputs in = inputs(n, 0.0f);
+    const bool dead = in.advantage * in.weight == 0 && !(in.has_ref && options_.beta != 0);
+    Kept kept = {nullptr, scratch_.block_max()};
+    if (!dead && !t_.softcap && entropy_scale_ == 0)
+      kept.exps = keep_in_row_ ? reinterpret_cast<float*>(logits_.row(n)) : scratch_.exps();
+    const int64_t target = in_range(tokens_.ids[n], logits_.V);
+    const bool entropy = args_.entropy || entropy_scale_ != 0;
+    const RowStats stats = rows_.stats(logits_.row(n), logits_.V, target, t_, entropy, kept);
+
+    const float logp = stats.logp();
+    const TokenLoss token = clip_objective(inputs(n, logp), options_);
+    args_.losses[n] = token.loss;
+    args_.logps[n] = logp;
+    if (args_.entropy) args_.entropy[n] = stats.entropy();
+
+    const float g = args_.coef[n] * token.grad;
+    if (g == 0 && entropy_scale_ == 0) return zero_row(out_, n);
+    if (kept.exps) return rescale(n, last, stats, kept, g, target);
+    const Gradient row = {stats.max, float(stats.sum()), logp, entropy ? stats.entropy() : 0.0f, g, -entropy_scale_,
+                          target};
+    rows_.grad(logits_.row(n), out_.row(n), logits_.V, row, t_);
+  }
+
+ private:
+  void masked(int64_t n) {
+    args_.losses[n] = args_.logps[n] = 0;
+    if (args_.entropy) args_.entropy[n] = 0;
+    zero_row(out_, n);
+  }
+
+  TokenInputs inputs(int64_t n, float logp) const {
+    return {logp, args_.advantages[n], value_or(args_.weights, n, 1.0f), value_or(args_.old_logps, n, 0.0f),
+            value_or(args_.ref_logps, n, 0.0f), args_.old_logps != nullptr, args_.ref_logps != nullptr};
+  }
+
+  void rescale(int64_t n, int64_t last, const RowStats& stats, Kept kept, float g, int64_t target) const {
+    const float dz = g * t_.derivative;
+    // A target at -inf has no gradient.
+    const float at_target = stats.gap == -HUGE_VAL ? 0.0f : -dz * std::expm1(stats.logp());
+    const char* next = n + 1 < last && tokens_.valid[n + 1] ? logits_.row(n + 1) : nullptr;
+    const Rescale row = {stats.max, float(dz / stats.sum()), target, at_target, !in_place_, next};
+    rows_.rescale(kept, out_.row(n), logits_.V, row, t_);
+  }
+
+  const Rows& logits_;
+  const Tokens& tokens_;
+  const LossArgs& args_;
+  const Rows& out_;
+  const Transform& t_;
+  const ClipOptions& options_;
+  const RowFunctions& rows_;
+  const bool in_place_;
+  const float entropy_scale_;
+  const bool keep_in_row_;
+  const Scratch scratch_;
+};
+
+}  // namespace
+
+void grpo_loss(const Rows& logits, const Tokens& tokens, const LossArgs& args, const Rows& out, const Transform& t,
+               const ClipOptions& options) {
+  for_each_row(tokens.n, logits.V, [&] { return LossWorker(logits, tokens, args, out, t, options); });
+}
+
+void scale(const Rows& grad, int64_t n, float factor) {
+  if (factor == 1.0f) return;
+  const auto scale_row = isa().rows(grad.dtype).scale;
+  for_each_row(n, grad.V, [&] { return [&](int64_t i, int64_t) { scale_row(grad.row(i), grad.V, factor); }; });
+}
+
+}  // namespace grpo_fast::cpu

@@ -1,0 +1,167 @@
+// The extension module grpo_fast._C: every native op's schema in one list, and the checks between torch's tensors and
+// the plain structs of cpu/rows.h. Built on torch's stable ABI and Python's limited API, so one binary serves every
+// torch >= 2.11. Ops write into preallocated tensors and return nothing; what they mean: cpu/rows.h and docs/math.md.
+#include <Python.h>
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <optional>
+#include <string>
+
+#include "cpu/rows.h"
+
+namespace {
+
+using grpo_fast::ClipOptions;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+namespace cpu = grpo_fast::cpu;
+
+cpu::DType element_type(const Tensor& x) {
+  switch (x.scalar_type()) {
+    case ScalarType::Float: return cpu::DType::F32;
+    case ScalarType::BFloat16: return cpu::DType::BF16;
+    case ScalarType::Half: return cpu::DType::F16;
+    default: STD_TORCH_CHECK(false, "grpo_fast_cpu: expected float32, bfloat16 or float16 rows");
+  }
+}
+
+cpu::Rows rows_of(const Tensor& x) {
+  STD_TORCH_CHECK(x.is_cpu() && x.dim() == 3, "grpo_fast_cpu: expected a [B, T, V] tensor on the CPU");
+  STD_TORCH_CHECK(x.size(2) < 2 || x.stride(2) == 1, "grpo_fast_cpu: the vocabulary must have unit stride");
+  const cpu::DType dtype = element_type(x);
+  const int64_t bytes = cpu::element_size(dtype);
+  return {static_cast<char*>(x.data_ptr()), x.size(1), x.size(2), x.stride(0) * bytes, x.stride(1) * bytes, dtype};
+}
+
+cpu::Rows rows_like(const Tensor& out, const Tensor& logits) {
+  const cpu::Rows rows = rows_of(out);
+  STD_TORCH_CHECK(out.size(0) == logits.size(0) && rows.T == logits.size(1) && rows.V == logits.size(2) &&
+                      out.scalar_type() == logits.scalar_type(),
+                  "grpo_fast_cpu: out must have the shape and dtype of logits");
+  return rows;
+}
+
+// The data of a contiguous vector with one element per token.
+template <class T>
+T* vector(const Tensor& x, ScalarType dtype, int64_t tokens) {
+  STD_TORCH_CHECK(x.is_cpu() && x.scalar_type() == dtype && x.is_contiguous() && x.numel() == tokens,
+                  "grpo_fast_cpu: expected a contiguous CPU vector of ", tokens, " elements of dtype ", dtype,
+                  ", got ", x.numel(), " of ", x.scalar_type());
+  return static_cast<T*>(x.data_ptr());
+}
+
+float* floats(const Tensor& x, int64_t tokens) { return vector<float>(x, ScalarType::Float, tokens); }
+
+float* floats(const OptionalTensor& x, int64_t tokens) { return x ? floats(*x, tokens) : nullptr; }
+
+cpu::Tokens tokens_of(const Tensor& logits, const Tensor& ids, const Tensor& valid) {
+  const int64_t n = logits.size(0) * logits.size(1);
+  STD_TORCH_CHECK(n == 0 || logits.size(2) > 0, "grpo_fast_cpu: the vocabulary is empty");
+  return {vector<int64_t>(ids, ScalarType::Long, n), vector<uint8_t>(valid, ScalarType::Byte, n), n};
+}
+
+void row_stats(Tensor logits, Tensor ids, Tensor valid, Tensor logps, OptionalTensor entropy, Tensor row_max,
+               Tensor row_sum, double temperature, double softcap, double logit_scale) {
+  const cpu::Tokens tokens = tokens_of(logits, ids, valid);
+  const int64_t n = tokens.n;
+  const cpu::StatsArgs args = {floats(logps, n), floats(entropy, n), floats(row_max, n), floats(row_sum, n)};
+  cpu::row_stats(rows_of(logits), tokens, args, cpu::Transform::make(temperature, softcap, logit_scale));
+}
+
+void row_grad(Tensor logits, Tensor ids, Tensor valid, Tensor row_max, Tensor row_sum, Tensor logps,
+              OptionalTensor entropy, Tensor g, OptionalTensor g_entropy, Tensor out, double temperature,
+              double softcap, double logit_scale) {
+  STD_TORCH_CHECK(entropy.has_value() || !g_entropy.has_value(), "grpo_fast_cpu: g_entropy needs entropy");
+  const cpu::Tokens tokens = tokens_of(logits, ids, valid);
+  const int64_t n = tokens.n;
+  const cpu::GradArgs args = {floats(row_max, n), floats(row_sum, n), floats(logps, n),
+                              floats(entropy, n), floats(g, n),       floats(g_entropy, n)};
+  cpu::row_grad(rows_of(logits), tokens, args, rows_like(out, logits),
+                cpu::Transform::make(temperature, softcap, logit_scale));
+}
+
+void grpo_loss(Tensor logits, Tensor ids, Tensor valid, Tensor advantages, OptionalTensor weights,
+               OptionalTensor old_logps, OptionalTensor ref_logps, Tensor coef, OptionalTensor entropy_scale,
+               Tensor losses, Tensor logps, OptionalTensor entropy, Tensor out, double temperature, double softcap,
+               double logit_scale, double clip_low, double clip_high, double delta, double beta,
+               bool bias_correction) {
+  const cpu::Tokens tokens = tokens_of(logits, ids, valid);
+  const int64_t n = tokens.n;
+  const cpu::LossArgs args = {floats(advantages, n), floats(weights, n),       floats(old_logps, n),
+                              floats(ref_logps, n),  floats(coef, n),          floats(entropy_scale, 1),
+                              floats(losses, n),     floats(logps, n),         floats(entropy, n)};
+  cpu::grpo_loss(rows_of(logits), tokens, args, rows_like(out, logits),
+                 cpu::Transform::make(temperature, softcap, logit_scale),
+                 ClipOptions::make(clip_low, clip_high, delta, beta, bias_correction));
+}
+
+void scale_(Tensor grad, Tensor scale) {
+  cpu::scale(rows_of(grad), grad.size(0) * grad.size(1), *floats(scale, 1));
+}
+
+using ArrayFunction = void (*)(const float*, float*, int64_t);
+
+void apply(ArrayFunction f, const Tensor& x, const Tensor& out) {
+  f(floats(x, x.numel()), floats(out, x.numel()), x.numel());
+}
+
+void exp_out(Tensor x, Tensor out) { apply(cpu::isa().exp, x, out); }
+void tanh_out(Tensor x, Tensor out) { apply(cpu::isa().tanh, x, out); }
+
+std::string isa() { return cpu::isa().name; }
+std::string supported_isas() { return cpu::supported_isas(); }
+
+void set_isa(std::string name) {
+  STD_TORCH_CHECK(cpu::set_isa(name), "grpo_fast_cpu: no instruction set ", name, " here, only ",
+                  cpu::supported_isas());
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY(grpo_fast_cpu, m) {
+  m.def(
+      "row_stats(Tensor logits, Tensor ids, Tensor valid, Tensor(a!) logps, Tensor(b!)? entropy, "
+      "Tensor(c!) row_max, Tensor(d!) row_sum, float temperature, float softcap, float logit_scale) -> ()");
+  m.def(
+      "row_grad(Tensor logits, Tensor ids, Tensor valid, Tensor row_max, Tensor row_sum, Tensor logps, "
+      "Tensor? entropy, Tensor g, Tensor? g_entropy, Tensor(a!) out, "
+      "float temperature, float softcap, float logit_scale) -> ()");
+  m.def(
+      "grpo_loss(Tensor logits, Tensor ids, Tensor valid, Tensor advantages, Tensor? weights, Tensor? old_logps, "
+      "Tensor? ref_logps, Tensor coef, Tensor? entropy_scale, Tensor(a!) losses, Tensor(b!) logps, "
+      "Tensor(c!)? entropy, Tensor(d!) out, float temperature, float softcap, float logit_scale, "
+      "float clip_low, float clip_high, float delta, float beta, bool bias_correction) -> ()");
+  m.def("scale_(Tensor(a!) grad, Tensor scale) -> ()");
+  // For the tests: the vector functions, and which instruction set runs ("auto" lets the machine decide).
+  m.def("exp(Tensor x, Tensor(a!) out) -> ()");
+  m.def("tanh(Tensor x, Tensor(a!) out) -> ()");
+  m.def("isa() -> str");
+  m.def("supported_isas() -> str");
+  m.def("set_isa(str name) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(grpo_fast_cpu, CPU, m) {
+  m.impl("row_stats", TORCH_BOX(&row_stats));
+  m.impl("row_grad", TORCH_BOX(&row_grad));
+  m.impl("grpo_loss", TORCH_BOX(&grpo_loss));
+  m.impl("scale_", TORCH_BOX(&scale_));
+  m.impl("exp", TORCH_BOX(&exp_out));
+  m.impl("tanh", TORCH_BOX(&tanh_out));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(grpo_fast_cpu, CompositeExplicitAutograd, m) {
+  m.impl("isa", TORCH_BOX(&isa));
+  m.impl("supported_isas", TORCH_BOX(&supported_isas));
+  m.impl("set_isa", TORCH_BOX(&set_isa));
+}
+
+// Importing grpo_fast._C loads the library and so registers the ops; the module itself is empty.
+PyMODINIT_FUNC PyInit__C(void) {
+  static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+  return PyModule_Create(&module);
+}
