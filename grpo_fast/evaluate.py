@@ -1,0 +1,33 @@
+"""Evaluation on held-out prompts."""
+
+from collections.abc import Callable, Sequence
+
+from grpo_fast.prompts import EncodedPrompt
+from grpo_fast.rewards import Scores
+from grpo_fast.rollout import Rollout, RolloutEngine, SamplingOptions
+
+
+def evaluate(
+    rollout: RolloutEngine,
+    score: Callable[[Sequence[EncodedPrompt], Sequence[Rollout]], Scores],
+    prompts: Sequence[EncodedPrompt],
+    options: SamplingOptions,
+    seed: int,
+) -> dict[str, float]:
+    """Sample `options.n` completions of every prompt and score them.
+
+    Returns:
+        eval/reward: mean weighted reward. eval/accuracy: mean of the first reward function. eval/pass@k, k = options.n:
+        mean over prompts of its best completion by the first function, which for rewards of 0 and 1 is the share of
+        prompts solved at least once. eval/mean_length: of completions, in tokens. Abstentions are left out of means.
+    """
+    rollouts = rollout.generate([prompt.ids for prompt in prompts], options, seed)
+    scores = score(prompts, rollouts)
+    first = scores.by_function[:, 0]
+    best = first.nan_to_num(nan=float("-inf")).view(-1, options.n).amax(1)
+    return {
+        "eval/reward": scores.total.nanmean().item(),
+        "eval/accuracy": first.nanmean().item(),
+        f"eval/pass@{options.n}": best[best.isfinite()].mean().item(),
+        "eval/mean_length": sum(len(r.completion_ids) for r in rollouts) / len(rollouts),
+    }

@@ -1,0 +1,91 @@
+"""How much memory training will hold before activations, from the configuration alone."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes that stay allocated for the whole run; activations, the key-value cache and the loss's workspace come on top.
+
+    Attributes:
+        parameters: of the policy, tied ones counted once.
+        training: weights, gradients and AdamW's two moments: 16 bytes a float32 parameter.
+        reference: the frozen copy behind the KL term, 0 without one.
+        rollout: the bfloat16 copy that a GPU samples from, 0 on a CPU.
+    """
+
+    parameters: int
+    training: int
+    reference: int
+    rollout: int
+
+    @property
+    def total(self) -> int:
+        return self.training + self.reference + self.rollout
+
+    def __str__(self) -> str:
+        parts = [f"weights, gradients and AdamW {self.training / GIB:.2f} GiB"]
+        if self.reference:
+            parts.append(f"reference {self.reference / GIB:.2f} GiB")
+        if self.rollout:
+            parts.append(f"rollout copy {self.rollout / GIB:.2f} GiB")
+        return f"{self.parameters / 1e6:.1f} M parameters: {', '.join(parts)} = {self.total / GIB:.2f} GiB, and activations"
+
+
+def count_parameters(config) -> int:
+    """Parameters of the causal language model that a transformers configuration describes; allocates nothing."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def estimate_memory(
+    parameters: int, dtype: torch.dtype, reference_dtype: torch.dtype | None, *, on_gpu: bool
+) -> MemoryEstimate:
+    """Bytes held by training `parameters` weights of `dtype`, with a reference of `reference_dtype` (None: no reference)."""
+    return MemoryEstimate(
+        parameters=parameters,
+        training=4 * dtype.itemsize * parameters,
+        reference=0 if reference_dtype is None else reference_dtype.itemsize * parameters,
+        rollout=2 * parameters if on_gpu and dtype == torch.float32 else 0,
+    )
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes free on the device; on a CPU what the system and a container's limit leave."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
+        free = int(fields["MemAvailable"].split()[0]) * 1024
+    else:
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
+        free = min(free, int(text) - int(used.read_text()))
+    return free
+
+
+def check_memory(estimate: MemoryEstimate, available: int) -> None:
+    """Refuse what cannot fit.
+
+    Raises:
+        MemoryError: with the bytes needed and available, and what to set.
+    """
+    if estimate.total <= available:
+        return
+    remedies = ["choose a smaller model.path"]
+    if estimate.training == 16 * estimate.parameters:
+        remedies.insert(0, "set model.dtype=bfloat16 (halves weights, gradients and AdamW)")
+    if estimate.reference:
+        remedies.insert(0, "set loss.beta=0 (no reference)")
+    raise MemoryError(f"{estimate}, but only {available / GIB:.2f} GiB are free; {', or '.join(remedies)}")

@@ -1,0 +1,65 @@
+"""Rollout engines: token ids in, token ids out. A sampled completion is never decoded and encoded again.
+
+An engine is any object with `generate` and `sync` as in `RolloutEngine`; `rollout.transformers` holds the default one.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions:
+    """How to sample; nothing else may change the distribution (no penalty, no suppressed token, no minimum length).
+
+    Attributes:
+        n: completions per prompt.
+        max_tokens: longest completion, in tokens, the end-of-sequence token included.
+        temperature: divides the logits; 0 is greedy.
+        top_p: mass of the nucleus sampled from, 1 keeps everything.
+        top_k: sample among the k most likely tokens, 0 keeps everything.
+        max_rows: most completions generated at once, None for all.
+        logprobs: whether to return the log-probs of the sampled tokens.
+    """
+
+    n: int = 1
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_rows: int | None = None
+    logprobs: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """One sampled completion.
+
+    Attributes:
+        prompt_ids: the prompt as given to the engine.
+        completion_ids: the sampled ids up to and including the first end-of-sequence token; may be empty. The
+            completion mask derives from this length, so that a pad token equal to the end token does no harm.
+        truncated: the length limit ended it, not an end-of-sequence token.
+        logprobs: natural log of the probability with which each id was drawn (after temperature, top-k and top-p,
+            renormalised over the kept tokens; with greedy decoding the untempered log-prob), or None.
+    """
+
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
+    truncated: bool
+    logprobs: tuple[float, ...] | None = None
+
+
+@runtime_checkable
+class RolloutEngine(Protocol):
+    """What the trainer asks of an engine."""
+
+    def generate(self, prompts: list[list[int]], options: SamplingOptions, seed: int) -> list[Rollout]:
+        """`options.n` completions of every prompt, those of one prompt next to each other, in the prompts' order.
+
+        Equal weights, prompts, options and seed give equal completions; global random states are left as they were.
+        """
+        ...
+
+    def sync(self, model) -> None:
+        """Make the engine sample from the weights `model` has now."""
+        ...

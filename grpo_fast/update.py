@@ -1,0 +1,102 @@
+"""The GRPO update: optimizer steps on one rollout's micro-batches, equal to one large batch however they are split."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from grpo_fast.batching import MicroBatch, denominators
+from grpo_fast.config import GRPOConfig
+from grpo_fast.forward import PaddedForward
+from grpo_fast.modes import update_mode
+from grpo_fast.optim import learning_rate, make_optimizer
+
+_NOT_THE_LOSS = ("num_iterations", "scale_rewards", "advantage_std", "backend")  # of section loss
+
+
+class GRPOUpdate:
+    """Owns the optimizer; what PPO or DPO do differently is another class with this `__call__`.
+
+    Args:
+        forward: the policy's side of the update.
+        args: sections loss, optim and rollout are read.
+    """
+
+    def __init__(self, forward: PaddedForward, args: GRPOConfig) -> None:
+        self.forward = forward
+        self.args = args
+        self.optimizer = make_optimizer(forward.model, args.optim)
+        loss = dataclasses.asdict(args.loss)
+        self.loss_options = {name: value for name, value in loss.items() if name not in _NOT_THE_LOSS}
+
+    def __call__(
+        self,
+        batches: Sequence[MicroBatch],
+        ref_logps: Sequence[Tensor | None],
+        lengths: Sequence[int],
+        step: int,
+    ) -> dict[str, float]:
+        """loss.num_iterations optimizer steps.
+
+        The first runs on-policy, its ratio is exactly 1; its log-probs are the old ones of those that follow.
+
+        Args:
+            batches: micro-batches of whole sequences.
+            ref_logps: for each of them the reference's log-probs, float [N], or None without a reference.
+            lengths: trained tokens of every completion of the step, 0 for one left out.
+            step: steps done before, which sets the learning rate.
+
+        Returns:
+            loss and grad_norm (before clipping), means over the iterations; learning_rate; the loss's metrics over all
+            iterations. No completion with a token to train on: no optimizer step, and loss 0.
+        """
+        rate = learning_rate(self.args.optim, step, self.args.max_steps)
+        if not batches:
+            return {"loss": 0.0, "grad_norm": 0.0, "learning_rate": rate}
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        counts = denominators(self.args.loss.loss_type, lengths, self.args.rollout.max_completion_length)
+        denominator, entropy_denominator = torch.tensor(counts, device=batches[0].input_ids.device).unbind()
+        iterations = self.args.loss.num_iterations
+        old_logps: list[Tensor | None] = [None] * len(batches)
+        losses, norms, metrics = [], [], []
+        with update_mode(self.forward.model):
+            for iteration in range(iterations):
+                for index, batch in enumerate(batches):
+                    out = self.forward.loss(
+                        batch,
+                        old_logps=old_logps[index],
+                        ref_logps=ref_logps[index],
+                        denominator=denominator,
+                        entropy_denominator=entropy_denominator,
+                        **self.loss_options,
+                    )
+                    out.loss.backward()
+                    losses.append(out.loss.detach())
+                    metrics.append(out.metrics)
+                    if iteration == 0 and iterations > 1:
+                        old_logps[index] = out.logps
+                norms.append(self._optimizer_step())
+        values = {
+            "loss": torch.stack(losses).sum() / iterations,
+            "grad_norm": torch.stack(norms).mean(),
+            **self._reported(sum(metrics).means()),
+        }
+        numbers = torch.stack([value.float() for value in values.values()]).tolist()  # the one host sync
+        return dict(zip(values, numbers, strict=True)) | {"learning_rate": rate}
+
+    def _optimizer_step(self) -> Tensor:
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self.args.optim.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm
+
+    def _reported(self, means: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The metrics that mean something: no KL without a reference, and the clip ratio of the loss in use."""
+        cispo = self.args.loss.loss_type == "cispo"
+        absent = {name for name in means if "clip_ratio" in name and name.startswith("cispo") != cispo}
+        if self.args.loss.beta == 0:
+            absent.add("kl")
+        return {name: value for name, value in means.items() if name not in absent}
