@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 
 def prune_checkpoints(output_dir: str | Path, limit: int | None) -> list[Path]:
-    """Deletes all but the most recently written `limit` folders `checkpoint-STEP` of `output_dir`; None keeps all.
+    """Deletes the folders `checkpoint-STEP` but for the `limit` most recently written; None keeps all.
 
     The time of writing decides, not the step: a folder with a higher number may be left from an earlier run.
 
@@ -31,8 +31,8 @@ def prune_checkpoints(output_dir: str | Path, limit: int | None) -> list[Path]:
 def save_checkpoint(folder: str | Path, model: PreTrainedModel, tokenizer=None) -> Path:
     """Writes the model (safetensors), its configuration and generation configuration, and the tokenizer.
 
-    Everything is written into a hidden folder beside `folder`, which then takes its name; an existing checkpoint of
-    that name is replaced only once the new one is complete. After a failure the folder is as it was before.
+    Everything is written into a hidden folder beside `folder`, which then takes its name; an existing checkpoint
+    of that name is replaced only once the new one is complete. A failure leaves the folder as it was.
 
     Returns:
         the folder, which `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` load.

@@ -1,12 +1,12 @@
 """Built-in tasks: seeded generators of prompts with answers.
 
-A task is a function of the split and keyword arguments that returns rows with `prompt` and `answer`. All its problems lie
-in one seeded order; the held-out split is the first `eval_size` of it and the training split the next `train_size`, so
-the two share no problem and neither depends on the size of the training split.
+A task is a function of the split and keyword arguments that returns rows with `prompt` and `answer`. Its held-out
+split does not depend on how much is trained on, and the two splits share no problem.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any, Literal
 
 Split = Literal["train", "eval"]
@@ -27,8 +27,10 @@ def addition(
 ) -> list[dict[str, Any]]:
     """Sums of `terms` numbers from 0 to `max_value`; the answer is the sum in decimal.
 
+    A held-out sum is not trained on in another order of its terms either.
+
     Args:
-        split: which of the two disjoint splits.
+        split: which of the two splits.
         terms: numbers to add.
         max_value: the largest of them.
         template: the prompt, with {sum} for the numbers joined by `separator`.
@@ -39,35 +41,46 @@ def addition(
         eval_size: size of the held-out split.
         seed: of the order of the problems.
     """
-    _at_least("terms", terms, 2)
-    _at_least("max_value", max_value, 1)
+    for name, value, least in (
+        ("terms", terms, 2),
+        ("max_value", max_value, 1),
+        ("digits", digits, 1),
+        ("train_size", train_size, 1),
+        ("eval_size", eval_size, 1),
+    ):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"data.task_args.{name}: expected an integer >= {least}, got {value!r}")
     if "{sum}" not in template:
         raise ValueError(f"data.task_args.template: expected text with {{sum}}, got {template!r}")
     base = max_value + 1
-    rows = []
-    for problem in _split(base**terms, split, train_size, eval_size, seed):
-        numbers = [problem // base**place % base for place in range(terms)]
+    problems = ([p // base**place % base for place in range(terms)] for p in _shuffled(base**terms, seed))
+    held_out = list(islice(problems, eval_size))
+    unordered = {tuple(sorted(numbers)) for numbers in held_out}
+    trained = list(islice((p for p in problems if tuple(sorted(p)) not in unordered), train_size))
+    if not trained:
+        expected = f"fewer, since the task has {base**terms} sums in all"
+        raise ValueError(f"data.task_args.eval_size: expected {expected}, got {eval_size}")
+
+    def prompt(numbers: list[int]) -> Any:
         text = template.replace("{sum}", separator.join(f"{number:0{digits}d}" for number in numbers))
-        prompt = [{"role": "user", "content": text}] if conversational else text
-        rows.append({"prompt": prompt, "answer": str(sum(numbers))})
-    return rows
+        return [{"role": "user", "content": text}] if conversational else text
+
+    chosen = held_out if split == "eval" else trained
+    return [{"prompt": prompt(numbers), "answer": str(sum(numbers))} for numbers in chosen]
 
 
-def _split(problems: int, split: Split, train_size: int, eval_size: int, seed: int) -> Sequence[int]:
-    """Returns the numbers of the problems of a split, from 0 to problems - 1."""
-    _at_least("train_size", train_size, 1)
-    _at_least("eval_size", eval_size, 1)
-    if eval_size >= problems:
-        raise ValueError(
-            f"data.task_args.eval_size: expected less than the task's {problems} problems, got {eval_size}. Set fewer"
-        )
-    order = random.Random(seed).sample(range(problems), min(problems, eval_size + train_size))
-    return order[:eval_size] if split == "eval" else order[eval_size:]
-
-
-def _at_least(name: str, value: Any, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"data.task_args.{name}: expected an integer >= {least}, got {value!r}")
+def _shuffled(count: int, seed: int) -> Iterator[int]:
+    """Yields the numbers below `count` in a seeded order, lazily where there are too many to list."""
+    rng = random.Random(seed)
+    if count <= 1_000_000:
+        yield from rng.sample(range(count), count)
+        return
+    seen = set()
+    while len(seen) < count:
+        number = rng.randrange(count)
+        if number not in seen:
+            seen.add(number)
+            yield number
 
 
 TASKS: dict[str, Callable[..., list[dict[str, Any]]]] = {"addition": addition}
