@@ -31,8 +31,8 @@ def prune_checkpoints(output_dir: str | Path, limit: int | None) -> list[Path]:
 def save_checkpoint(folder: str | Path, model: PreTrainedModel, tokenizer=None) -> Path:
     """Writes the model (safetensors), its configuration and generation configuration, and the tokenizer.
 
-    Everything is written into a hidden folder beside `folder`, which then takes its name; an existing checkpoint
-    of that name is replaced only once the new one is complete. A failure leaves the folder as it was.
+    Everything is written into a hidden folder beside `folder`, which then takes its name; an existing
+    checkpoint of that name is replaced only once the new one is complete. A failure leaves it as it was.
 
     Returns:
         the folder, which `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` load.

@@ -1,7 +1,7 @@
 """Data sets as lists of rows: from files, from the hub, or generated.
 
-A row is a dict with the prompt, a string or a list of messages, and any other columns; all of them reach the reward
-functions. Every row has the same columns.
+A row is a dict with the prompt, a string or a list of messages, and any other columns; all of them reach the
+reward functions. Every row has the same columns.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Built-in tasks: seeded generators of prompts with answers.
 
-A task is a function of the split and keyword arguments that returns rows with `prompt` and `answer`. Its held-out
-split does not depend on how much is trained on, and the two splits share no problem.
+A task is a function of the split and keyword arguments that returns rows with `prompt` and `answer`. Its
+held-out split does not depend on how much is trained on, and the two splits share no problem.
 """
 
 import random
