@@ -1,4 +1,4 @@
-"""From rollouts to micro-batches of whole sequences, and the denominators that make any split equal one large batch.
+"""From rollouts to micro-batches of whole sequences, and denominators that make any split equal one batch.
 
 B sequences of a micro-batch, L its longest row of prompt + completion, N its trained tokens.
 """
@@ -14,13 +14,13 @@ from grpo_fast.rollout import Rollout
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Whole sequences, right-padded: columns are positions, so a causal model needs neither mask nor position ids.
+    """Whole sequences, right-padded: columns are positions, a causal model needs no mask nor position ids.
 
     Attributes:
         rows: which rollouts these are, in this order.
         input_ids: int64 [B, L], prompt + completion + padding.
-        predicts: bool [B, L], True at column j where the token of column j + 1 is trained on: for a prompt of P tokens
-            token t of the completion at column P - 1 + t. The last column is never True.
+        predicts: bool [B, L], True at column j where the token of column j + 1 is trained on: for a prompt of
+            P tokens token t of the completion at column P - 1 + t. The last column is never True.
         positions: int64 [N], the flat indices of predicts' True slots.
         first_column: leftmost column with a True slot.
         token_ids: int64 [N], the trained tokens, row after row.
@@ -41,9 +41,9 @@ class MicroBatch:
 
 
 def pack(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Indices of sequences in groups whose padded size (rows x longest) is at most `max_tokens`, longest sequences first.
+    """Indices of sequences in groups whose padded size (rows x longest) is at most `max_tokens`.
 
-    A sequence longer than `max_tokens` is a group of its own. Longest first shows at once whether memory suffices.
+    A longer sequence is a group of its own. Longest first, which shows at once whether memory suffices.
     """
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     groups, start = [], 0
@@ -57,7 +57,7 @@ def pack(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 def make_micro_batches(
     rollouts: Sequence[Rollout],
     advantages: Tensor,
-    trained: Sequence[bool],
+    lengths: Sequence[int],
     *,
     max_tokens: int,
     pad_id: int,
@@ -68,12 +68,12 @@ def make_micro_batches(
     Args:
         rollouts: the step's completions.
         advantages: float [len(rollouts)].
-        trained: False leaves a rollout out of the loss (it still counts in `denominators`).
+        lengths: trained tokens of every rollout; 0 leaves one out (it still counts in `denominators`).
         max_tokens: see `pack`.
         pad_id: fills rows up; its value does not matter.
         device: where the tensors go.
     """
-    kept = [i for i, r in enumerate(rollouts) if trained[i] and r.completion_ids]
+    kept = [index for index, length in enumerate(lengths) if length > 0]
     groups = pack([len(rollouts[i].prompt_ids) + len(rollouts[i].completion_ids) for i in kept], max_tokens)
     return [_collate([kept[g] for g in group], rollouts, advantages, pad_id, device) for group in groups]
 
@@ -108,7 +108,8 @@ def denominators(loss_type: str, lengths: Sequence[int], max_completion_length: 
 
     Args:
         loss_type: as in `grpo_fast.grpo_loss`.
-        lengths: trained tokens of every sequence of the step; an empty or left-out sequence is 0 and still counts as one.
+        lengths: trained tokens of every sequence of the step; an empty or left-out sequence is 0 and still
+            counts as one.
         max_completion_length: for dr_grpo.
     """
     tokens = sum(lengths)

@@ -17,9 +17,12 @@ def evaluate(
     """Sample `options.n` completions of every prompt and score them.
 
     Returns:
-        eval/reward: mean weighted reward. eval/accuracy: mean of the first reward function. eval/pass@k, k = options.n:
-        mean over prompts of its best completion by the first function, which for rewards of 0 and 1 is the share of
-        prompts solved at least once. eval/mean_length: of completions, in tokens. Abstentions are left out of means.
+        eval/reward: mean weighted reward.
+        eval/accuracy: mean of the first reward function.
+        eval/pass@k, k = options.n: mean over prompts of the best completion by the first function, which for
+            rewards of 0 and 1 is the share of prompts solved at least once.
+        eval/mean_length: of completions, in tokens.
+        Abstentions are left out of the means.
     """
     rollouts = rollout.generate([prompt.ids for prompt in prompts], options, seed)
     scores = score(prompts, rollouts)

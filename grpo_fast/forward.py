@@ -1,7 +1,7 @@
 """The model's side of an update: from a micro-batch to its loss or its log-probs.
 
-Where the model's head is a plain linear layer the loss is computed from hidden states and the head's weight, and no
-logits exist; otherwise from the logits, in place.
+Where the model's head is a plain linear layer the loss is computed from hidden states and the head's weight,
+and no logits exist; otherwise from the logits, in place.
 """
 
 import contextlib
@@ -33,10 +33,10 @@ class LinearHead:
 
 
 def find_linear_head(model: nn.Module) -> tuple[LinearHead | None, str]:
-    """The model's head if the loss can be computed from hidden states, and a sentence that says why or why not.
+    """The model's head if the loss can be computed from hidden states, and in words why or why not.
 
-    What the model does between its trunk and its logits is compared on four tokens with what the head would: a
-    transformation that the configuration does not name cannot go unnoticed.
+    What the model does between its trunk and its logits is compared on four tokens with what the head would:
+    a transformation that the configuration does not name cannot go unnoticed.
     """
     layer = model.get_output_embeddings()
     if type(layer) is not nn.Linear:
@@ -62,7 +62,7 @@ def find_linear_head(model: nn.Module) -> tuple[LinearHead | None, str]:
     ):
         return (
             None,
-            "loss from logits: the model changes hidden states or logits in a way its configuration does not name",
+            "loss from logits: the model changes hidden states or logits as its configuration does not name",
         )
     return head, "loss from hidden states: the head is a plain linear layer, logits are never materialised"
 
@@ -96,7 +96,7 @@ class PaddedForward:
     def loss(
         self, batch: MicroBatch, *, old_logps: Tensor | None, ref_logps: Tensor | None, **options
     ) -> UpdateOutput:
-        """The loss of a micro-batch; old_logps and ref_logps are float [N], options those of `grpo_fast.grpo_loss`."""
+        """The loss of a micro-batch; old_logps, ref_logps: float [N]; options: of `grpo_fast.grpo_loss`."""
         options = {**self.options, **options, "return_entropy": True}
         with self._autocast():
             if self.head is not None:
@@ -162,9 +162,9 @@ class PaddedForward:
         return hidden, weight, bias
 
     def _logits(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Logits [B, K, V] of the last K columns, ids and mask [B, K], and the N flat indices of the mask's True slots.
+        """Logits [B, K, V] of the last K columns, ids and mask [B, K], flat indices [N] of the True slots.
 
-        The last row of logits predicts nothing and is masked: slicing it off would copy all logits in the backward.
+        The last row predicts nothing and is masked: slicing it off would copy all logits in the backward.
         """
         width, first = batch.input_ids.shape[1], batch.first_column
         kept = {"logits_to_keep": width - first} if self.model._supports_logits_to_keep() else {}

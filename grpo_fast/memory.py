@@ -11,7 +11,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes that stay allocated for the whole run; activations, the key-value cache and the loss's workspace come on top.
+    """Bytes held for the whole run; activations, key-value cache and the loss's workspace come on top.
 
     Attributes:
         parameters: of the policy, tied ones counted once.
@@ -35,11 +35,12 @@ class MemoryEstimate:
             parts.append(f"reference {self.reference / GIB:.2f} GiB")
         if self.rollout:
             parts.append(f"rollout copy {self.rollout / GIB:.2f} GiB")
-        return f"{self.parameters / 1e6:.1f} M parameters: {', '.join(parts)} = {self.total / GIB:.2f} GiB, and activations"
+        total = f"{self.total / GIB:.2f} GiB, and activations"
+        return f"{self.parameters / 1e6:.1f} M parameters: {', '.join(parts)} = {total}"
 
 
 def count_parameters(config) -> int:
-    """Parameters of the causal language model that a transformers configuration describes; allocates nothing."""
+    """Parameters of the causal language model that a configuration describes; allocates nothing."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -50,7 +51,7 @@ def count_parameters(config) -> int:
 def estimate_memory(
     parameters: int, dtype: torch.dtype, reference_dtype: torch.dtype | None, *, on_gpu: bool
 ) -> MemoryEstimate:
-    """Bytes held by training `parameters` weights of `dtype`, with a reference of `reference_dtype` (None: no reference)."""
+    """What training `parameters` weights of `dtype` holds, with a reference unless its dtype is None."""
     return MemoryEstimate(
         parameters=parameters,
         training=4 * dtype.itemsize * parameters,

@@ -48,8 +48,8 @@ class PhaseTimer:
 def reward_metrics(scores: Scores, names: Sequence[str], group_size: int) -> dict[str, float]:
     """Means and standard deviations (population) of rewards; abstentions are left out.
 
-    `reward_std` is the mean over groups of the deviation within the group, `frac_reward_zero_std` the share of groups
-    whose rewards are all equal: they carry no signal.
+    `reward_std` is the mean over groups of the deviation within the group, `frac_reward_zero_std` the share
+    of groups whose rewards are all equal: they carry no signal.
     """
     groups = scores.total.view(-1, group_size)
     answered = groups.isfinite()
@@ -72,7 +72,7 @@ def _nanstd(values: Tensor, dim: int) -> Tensor:
 
 
 def completion_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Lengths in tokens of all completions and of those that ended by themselves, and the share of those that did not."""
+    """Lengths in tokens, of all completions and of those that ended by themselves, and the share cut off."""
     metrics = {"completions/clipped_ratio": sum(r.truncated for r in rollouts) / len(rollouts)}
     terminated = [len(r.completion_ids) for r in rollouts if not r.truncated]
     for kind, lengths in (("", [len(r.completion_ids) for r in rollouts]), ("terminated_", terminated)):
@@ -84,7 +84,7 @@ def completion_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def batch_metrics(batches: Sequence[MicroBatch]) -> dict[str, float]:
-    """`padding_share`: the part of the update's rows that is padding; and in how many micro-batches it was done."""
+    """`padding_share`: the part of the update's rows that is padding; `num_micro_batches`: in how many."""
     padded = sum(batch.input_ids.numel() for batch in batches)
     share = 1 - sum(batch.tokens for batch in batches) / padded if padded else 0.0
     return {"padding_share": share, "num_micro_batches": float(len(batches))}
@@ -114,13 +114,14 @@ def peak_memory_gib(device: torch.device) -> float:
 class MetricsLog:
     """metrics.jsonl, samples.jsonl, TensorBoard if asked for, and the reward curve, in one folder.
 
-    Every line is on disk when the call returns: a crash later loses nothing. Files of an earlier run in the same folder
-    are kept as *.previous.jsonl unless this run continues it. Nothing is touched before the first line.
+    Every line is on disk when the call returns: a crash later loses nothing. Nothing is touched before the
+    first line; then files of an earlier run are kept as *.previous.jsonl, unless `continues` says that this
+    run goes on with it.
     """
 
     def __init__(self, options: LogConfig) -> None:
         self.folder = Path(options.output_dir)
-        self.options = options
+        self.continues = False
         self._opened: set[str] = set()
         self._board = None
         if "tensorboard" in options.report_to:
@@ -135,7 +136,7 @@ class MetricsLog:
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """One line of metrics.jsonl; metrics that have no value (nan) are left out."""
         metrics = {name: value for name, value in metrics.items() if not math.isnan(value)}
-        self._append("metrics", step, [{"step": step, **metrics}])
+        self._append("metrics", [{"step": step, **metrics}])
         if self._board is not None:
             for name, value in metrics.items():
                 self._board.add_scalar(name, value, step)
@@ -143,14 +144,14 @@ class MetricsLog:
 
     def write_samples(self, step: int, samples: Sequence[dict]) -> None:
         """One line of samples.jsonl per sample."""
-        self._append("samples", step, [{"step": step, **sample} for sample in samples])
+        self._append("samples", [{"step": step, **sample} for sample in samples])
 
-    def _append(self, stem: str, step: int, records: list[dict]) -> None:
+    def _append(self, stem: str, records: list[dict]) -> None:
         path = self.folder / f"{stem}.jsonl"
         if stem not in self._opened:
             self._opened.add(stem)
             self.folder.mkdir(parents=True, exist_ok=True)
-            if step <= 1 and path.exists():
+            if not self.continues and path.exists():
                 path.replace(self.folder / f"{stem}.previous.jsonl")
         with path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)

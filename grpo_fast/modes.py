@@ -1,4 +1,4 @@
-"""The mode a model runs in: dropout is off in rollout, reference and update alike, or the first ratio would not be 1."""
+"""The mode a model runs in: no dropout in rollout, reference and update, or the first ratio is not 1."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from torch import nn
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside (so no dropout, and no gradient checkpointing, which would switch the cache off); restores every flag."""
+    """Eval mode inside: no dropout, and no gradient checkpointing, which would switch the cache off."""
     flags = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -20,7 +20,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def update_mode(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside, except that layers with gradient checkpointing are told they train, or they would not checkpoint."""
+    """Eval mode inside, except for layers with gradient checkpointing, which would not checkpoint in it."""
     with evaluation_mode(model):
         saved = []
         for layer in model.modules():

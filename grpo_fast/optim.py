@@ -9,7 +9,7 @@ from grpo_fast.config import OptimConfig
 
 
 def make_optimizer(model: nn.Module, options: OptimConfig) -> torch.optim.AdamW:
-    """AdamW over the parameters that require grad, fused where the device has it; vectors (biases, norms) do not decay."""
+    """AdamW over the parameters that require grad, fused where possible; biases and norms do not decay."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         raise ValueError("model: expected parameters that require grad, got none")
@@ -27,7 +27,7 @@ def make_optimizer(model: nn.Module, options: OptimConfig) -> torch.optim.AdamW:
 
 
 def learning_rate(options: OptimConfig, step: int, total: int) -> float:
-    """The rate of step `step` (from 0) of `total`: linear warm-up to the peak, then constant, or linear or cosine to 0."""
+    """The rate of step `step` (from 0) of `total`: linear warm-up, then constant, linear or cosine to 0."""
     if step < options.warmup_steps:
         return options.learning_rate * (step + 1) / (options.warmup_steps + 1)  # 0 would waste the first step
     progress = (step - options.warmup_steps) / max(total - options.warmup_steps, 1)

@@ -14,9 +14,9 @@ Prompt = str | list[dict]
 def encode_prompt(tokenizer, prompt: Prompt, chat_template_kwargs: dict | None = None) -> list[int]:
     """Token ids of a prompt, with at most one beginning-of-sequence id.
 
-    A plain string is encoded with the special tokens its tokenizer adds. Messages go through the chat template with the
-    generation prompt (an assistant message at the end is continued instead); templates write their own special tokens, so
-    none are added.
+    A plain string is encoded with the special tokens its tokenizer adds. Messages go through the chat
+    template with the generation prompt (an assistant message at the end is continued instead); templates
+    write their own special tokens, so none are added.
     """
     if isinstance(prompt, str):
         ids = tokenizer(prompt)["input_ids"]
@@ -64,7 +64,8 @@ class PromptSource:
         tokenizer: see `encode_prompt`.
         prompt_column: the column that holds the prompt.
         max_prompt_length: longest prompt in tokens, None for no limit.
-        overlong: "error" refuses a longer prompt here, before anything is trained; "drop" leaves it out and counts it.
+        overlong: "error" refuses a longer prompt here, before anything is trained; "drop" leaves it out and
+            counts it.
         shuffle: False keeps the rows' order.
         seed: of the order.
         chat_template_kwargs: see `encode_prompt`.
@@ -110,12 +111,12 @@ class PromptSource:
         if too_long and overlong == "error":
             worst = max(lengths)
             raise ValueError(
-                f"data.max_prompt_length: {len(too_long)} of {len(lengths)} prompts exceed {limit} tokens (row {too_long[0]} "
-                f"first; the longest has {worst}). Set data.max_prompt_length={worst}, or data.overlong_prompt=drop"
+                f"data.max_prompt_length: {len(too_long)} of {len(lengths)} prompts exceed {limit} tokens, "
+                f"row {too_long[0]} first. Set it to {worst}, the longest, or set data.overlong_prompt=drop"
             )
         if len(too_long) == len(lengths):
             raise ValueError(
-                f"data.max_prompt_length: every prompt exceeds {limit} tokens. Set it to {max(lengths)} or less text"
+                f"data.max_prompt_length: every prompt exceeds {limit} tokens. Set it to {max(lengths)}"
             )
         return [index for index, length in enumerate(lengths) if length <= limit]
 

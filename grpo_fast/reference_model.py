@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 
 def reference_dtype(name: str | None, model_dtype: torch.dtype, device: torch.device | str) -> torch.dtype:
-    """model.reference_dtype as a dtype: None is bfloat16 on a GPU and the policy's own on a CPU, where bfloat16 is slow."""
+    """model.reference_dtype as a dtype; None: bfloat16 on a GPU, the policy's own on a CPU."""
     if name is not None:
         return getattr(torch, name)
     return torch.bfloat16 if torch.device(device).type == "cuda" else model_dtype

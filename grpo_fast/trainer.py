@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from grpo_fast.advantages import group_advantages
 from grpo_fast.batching import MicroBatch, make_micro_batches
-from grpo_fast.checkpoint import save_checkpoint
+from grpo_fast.checkpoint import prune_checkpoints, save_checkpoint
 from grpo_fast.config import GRPOConfig
 from grpo_fast.evaluate import evaluate
 from grpo_fast.forward import PaddedForward
@@ -33,30 +33,29 @@ from grpo_fast.rollout import Rollout, RolloutEngine, SamplingOptions
 from grpo_fast.rollout.transformers import TransformersRollout, eos_token_ids
 from grpo_fast.update import GRPOUpdate
 
-_SEED_STRIDE = (
-    1_000_003  # seeds of steps lie in [seed * stride, ...), so that runs with neighbouring seeds share none
-)
+_SEED_STRIDE = 1_000_003  # step k samples with seed * stride + k: runs with neighbouring seeds share none
 _EVAL_SEED = 500_000  # offset of the seed that evaluations sample with, always the same
 
 
 class GRPOTrainer:
     """Trains a causal language model with group-relative policy optimization.
 
-    Everything a run depends on is in the constructor's arguments and in `state_dict()`; step k's sampling seed and
-    learning rate are functions of k.
+    Everything a run depends on is in the constructor's arguments and in `state_dict()`; step k's sampling
+    seed and learning rate are functions of k.
 
     Args:
         model: a causal language model of transformers on its device, or a path for `load_policy`.
-        reward_funcs: callables or names (`grpo_fast.rewards.resolve_reward`), one or several; None takes args.reward's.
+        reward_funcs: callables or names (`grpo_fast.rewards.resolve_reward`), one or several; None:
+            args.reward.funcs.
         args: the configuration. `args.data` beyond prompt columns and lengths, and `args.model` beyond
             gradient_checkpointing and reference_dtype, are for whoever loads data and model.
-        train_dataset: rows with a prompt (a string or messages); the other columns go to the reward functions.
+        train_dataset: rows with a prompt (a string or messages); other columns go to the reward functions.
         eval_dataset: held-out rows.
         processing_class: the tokenizer; None loads the one that belongs to the model.
         rollout: the engine that samples; None is `TransformersRollout`.
 
     Attributes:
-        prompts, rollout, rewards, reference, update: the components of a step, replaceable before the first one.
+        prompts, rollout, rewards, reference, update: the components of a step, replaceable.
         global_step: steps done.
     """
 
@@ -71,9 +70,7 @@ class GRPOTrainer:
         rollout: RolloutEngine | None = None,
     ) -> None:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise ValueError(
-                f"WORLD_SIZE: expected 1, one process on one device, got {os.environ['WORLD_SIZE']}"
-            )
+            raise ValueError(f"WORLD_SIZE: expected 1, a single process, got {os.environ['WORLD_SIZE']}")
         rewards = Rewards(args.reward.funcs if reward_funcs is None else reward_funcs, args.reward.weights)
         if isinstance(model, str):
             args = dataclasses.replace(args, model=dataclasses.replace(args.model, path=model))
@@ -117,7 +114,7 @@ class GRPOTrainer:
         return PaddedForward(model, temperature=self.args.rollout.temperature, backend=self.args.loss.backend)
 
     def train(self) -> dict[str, float]:
-        """Run the remaining steps, with evaluations and checkpoints; returns the last step's and evaluation's metrics."""
+        """Run the remaining steps, with evaluations and checkpoints; returns the last metrics of both."""
         args, metrics = self.args, {}
         evaluation = self.evaluate() if self.global_step == 0 else {}
         bar = tqdm(total=args.max_steps, initial=self.global_step, disable=not args.log.progress, desc="GRPO")
@@ -150,14 +147,12 @@ class GRPOTrainer:
             scale=args.loss.scale_rewards,
             std=args.loss.advantage_std,
         )
-        trained = [
-            not (args.rollout.mask_truncated_completions and rollout.truncated) for rollout in rollouts
-        ]
-        batches = self.make_batches(rollouts, advantages, trained)
+        masks = args.rollout.mask_truncated_completions
+        lengths = [0 if masks and rollout.truncated else len(rollout.completion_ids) for rollout in rollouts]
+        batches = self.make_batches(rollouts, advantages, lengths)
         with timer("reference"):
             ref_logps = self.reference_logps(batches)
         with timer("update"):
-            lengths = [len(r.completion_ids) * kept for r, kept in zip(rollouts, trained, strict=True)]
             metrics = self.update(batches, ref_logps, lengths, self.global_step)
             self.rollout.sync(self.model)
         self.global_step += 1
@@ -169,7 +164,7 @@ class GRPOTrainer:
         return metrics
 
     def generate(self, prompts: Sequence[EncodedPrompt]) -> list[Rollout]:
-        """A group of completions for every prompt, groups in the prompts' order: equal prompts are groups of their own."""
+        """A group of completions for every prompt, in order; equal prompts are groups of their own."""
         options = self.args.rollout
         sampling = SamplingOptions(
             n=options.num_generations,
@@ -188,9 +183,7 @@ class GRPOTrainer:
         rows = [prompt.row for prompt in prompts for _ in range(len(rollouts) // len(prompts))]
         names = {name: None for row in rows for name in row if name != column}
         if taken := [name for name in names if name in RESERVED]:
-            raise ValueError(
-                f"data: columns {taken} have the names of arguments of reward functions. Rename them"
-            )
+            raise ValueError(f"data: columns {taken} are named like reward functions' arguments. Rename them")
         texts = [self._text(rollout) for rollout in rollouts]
         completions = [
             text if isinstance(row[column], str) else [{"role": "assistant", "content": text}]
@@ -204,13 +197,13 @@ class GRPOTrainer:
         return decode_completion(self.tokenizer, rollout.completion_ids, self.eos_ids)
 
     def make_batches(
-        self, rollouts: Sequence[Rollout], advantages: Tensor, trained: Sequence[bool]
+        self, rollouts: Sequence[Rollout], advantages: Tensor, lengths: Sequence[int]
     ) -> list[MicroBatch]:
         """The step's micro-batches, on the model's device."""
         return make_micro_batches(
             rollouts,
             advantages,
-            trained,
+            lengths,
             max_tokens=self.args.batch.max_tokens_per_micro_batch,
             pad_id=self.tokenizer.pad_token_id or 0,
             device=self.model.device,
@@ -230,7 +223,7 @@ class GRPOTrainer:
         scores: Scores,
         advantages: Tensor,
     ) -> None:
-        """Add the run's own counters to the step's metrics and write them, and some completions, if it is time."""
+        """Add the run's counters to the step's metrics; write them, and some completions, if it is time."""
         tokens = sum(len(rollout.prompt_ids) + len(rollout.completion_ids) for rollout in rollouts)
         self.num_tokens += tokens
         metrics["num_tokens"] = float(self.num_tokens)
@@ -244,7 +237,9 @@ class GRPOTrainer:
         self.metrics.write(self.global_step, metrics)
         samples = [
             {
-                "prompt": prompts[index * len(prompts) // len(rollouts)].row[self.args.data.prompt_column],
+                "prompt": prompts[index // self.args.rollout.num_generations].row[
+                    self.args.data.prompt_column
+                ],
                 "completion": self._text(rollouts[index]),
                 "rewards": dict(zip(self.rewards.names, map(_json_number, row), strict=True)),
                 "advantage": advantages[index].item(),
@@ -279,6 +274,7 @@ class GRPOTrainer:
         """Write the model and tokenizer as a checkpoint that `from_pretrained` loads."""
         folder = Path(self.args.log.output_dir) / f"checkpoint-{self.global_step}"
         save_checkpoint(folder, self.model, self.tokenizer)
+        prune_checkpoints(folder.parent, self.args.save.save_total_limit)
         return folder
 
     def state_dict(self) -> dict:
@@ -296,6 +292,7 @@ class GRPOTrainer:
         self.prompts.load_state_dict(state["prompts"])
         self.update.optimizer.load_state_dict(state["optimizer"])
         self.rollout.sync(self.model)
+        self.metrics.continues = True
 
 
 def _json_number(value: float) -> float | None:

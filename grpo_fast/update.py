@@ -1,4 +1,4 @@
-"""The GRPO update: optimizer steps on one rollout's micro-batches, equal to one large batch however they are split."""
+"""The GRPO update: optimizer steps on one rollout, the same however it is split into micro-batches."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -48,8 +48,8 @@ class GRPOUpdate:
             step: steps done before, which sets the learning rate.
 
         Returns:
-            loss and grad_norm (before clipping), means over the iterations; learning_rate; the loss's metrics over all
-            iterations. No completion with a token to train on: no optimizer step, and loss 0.
+            loss and grad_norm (before clipping), means over the iterations; learning_rate; the loss's metrics
+            over all iterations. No completion with a token to train on: no optimizer step, and loss 0.
         """
         rate = learning_rate(self.args.optim, step, self.args.max_steps)
         if not batches:
@@ -94,7 +94,7 @@ class GRPOUpdate:
         return norm
 
     def _reported(self, means: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The metrics that mean something: no KL without a reference, and the clip ratio of the loss in use."""
+        """What means something: no KL without a reference, and the clip ratio of the loss in use."""
         cispo = self.args.loss.loss_type == "cispo"
         absent = {name for name in means if "clip_ratio" in name and name.startswith("cispo") != cispo}
         if self.args.loss.beta == 0:

@@ -1,7 +1,8 @@
 """Reward functions: callables `f(prompts, completions, completion_ids, **columns) -> list[float | None]`.
 
-`prompts` and `completions` are lists of strings, or of message lists for conversational prompts; `completion_ids` the
-sampled token ids; every other data column arrives as a list of the same length. None (or NaN) abstains.
+`prompts` and `completions` are lists of strings, or of message lists for conversational prompts;
+`completion_ids` the sampled token ids; every other data column arrives as a list of the same length. None (or
+NaN) abstains.
 """
 
 import ast
@@ -35,8 +36,8 @@ def resolve_reward(spec: str | Callable) -> Callable:
 
     Args:
         spec: a callable (returned as it is); a shipped name, with options if any, as in
-            "length_penalty(max_length=256, buffer=64)"; an import path "pkg.mod:fn" or "pkg.mod.fn", where a class takes
-            options likewise; or "hf:PATH", a sequence classifier.
+            "length_penalty(max_length=256, buffer=64)"; an import path "pkg.mod:fn" or "pkg.mod.fn", where a
+            class takes options likewise; or "hf:PATH", a sequence classifier.
 
     Raises:
         ValueError: naming the spec and what was expected.
@@ -110,7 +111,7 @@ class Scores:
 
 
 class Rewards:
-    """Several reward functions with weights, called in order; holds no data and is picklable if the functions are.
+    """Several reward functions with weights, called in order; picklable if the functions are.
 
     Args:
         functions: callables or specs for `resolve_reward`; at least one.
@@ -142,7 +143,7 @@ class Rewards:
         """Call every function on all rows.
 
         Raises:
-            ValueError: a function returned a wrong number of rewards, something that is no number, or an infinity.
+            ValueError: a function returned a wrong number of rewards, or what is no finite number or None.
             RuntimeError: a function raised; the original exception is its cause.
         """
         arguments = dict(zip(RESERVED, (prompts, completions, completion_ids), strict=True)) | columns
@@ -182,7 +183,8 @@ def _call(name: str, function: Callable, arguments: dict, rows: int) -> list[flo
         result = result.tolist()
     if not isinstance(result, (list, tuple)):
         raise ValueError(
-            f"reward function {name}: expected a list of {rows} rewards, got {type(result).__name__} {result!r:.80}"
+            f"reward function {name}: expected a list of {rows} rewards, "
+            f"got {type(result).__name__} {result!r:.80}"
         )
     if len(result) != rows:
         raise ValueError(
@@ -196,7 +198,8 @@ def _number(name: str, row: int, value) -> float:
         return math.nan
     if isinstance(value, (str, bytes, list, tuple)):
         raise ValueError(
-            f"reward function {name}: row {row}: expected a number or None, got {type(value).__name__} {value!r:.80}"
+            f"reward function {name}: row {row}: expected a number or None, "
+            f"got {type(value).__name__} {value!r:.80}"
         )
     try:
         number = float(value)
@@ -210,7 +213,7 @@ def _number(name: str, row: int, value) -> float:
 
 
 def _accepted(name: str, function: Callable, arguments: dict) -> dict:
-    """The arguments the function's signature has room for: all of them with **columns, else those it names."""
+    """The arguments that the signature has room for: all of them with **columns, else those it names."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         accepted = arguments

@@ -11,8 +11,8 @@ from grpo_fast.rewards.text import text_of
 class ClassifierReward:
     """The single logit of a sequence classifier on prompt + completion, higher is better.
 
-    Conversations go through the classifier's own chat template, plain text is joined and tokenised by its tokenizer.
-    Loaded on first use; pickling carries the path, not the weights.
+    Conversations go through the classifier's own chat template, plain text is joined and tokenised by its
+    tokenizer. Loaded on first use; pickling carries the path, not the weights.
 
     Args:
         path: folder or hub name of an AutoModelForSequenceClassification with num_labels=1.
@@ -39,7 +39,7 @@ class ClassifierReward:
             model = AutoModelForSequenceClassification.from_pretrained(self.path, dtype="auto").eval()
             if model.config.num_labels != 1:
                 raise ValueError(
-                    f"reward model {self.path}: expected one output (num_labels=1), got {model.config.num_labels}"
+                    f"reward model {self.path}: expected num_labels=1, got {model.config.num_labels}"
                 )
             device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
             self._loaded = model.to(device), AutoTokenizer.from_pretrained(self.path)
@@ -53,7 +53,7 @@ class ClassifierReward:
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
         order = sorted(range(len(encoded)), key=lambda index: len(encoded[index]))
-        # the head reads the last token that is not the pad id: padding is safe only if texts cannot end with that id
+        # the head reads the last token that is not the pad id: no padding where texts may end with that id
         pad_id = model.config.get_text_config().pad_token_id
         size = self.batch_size if pad_id is not None and pad_id != tokenizer.eos_token_id else 1
         scores = [0.0] * len(encoded)

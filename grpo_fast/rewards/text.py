@@ -1,4 +1,4 @@
-"""Rewards that read the completion: exact match, numeric match, format, length. Called as `f(prompts, completions, completion_ids, **columns)`.
+"""Rewards that read the completion: exact match, numeric match, format, length.
 
 Each is a small frozen dataclass, so that it is configurable, picklable and can be named in a recipe.
 """
@@ -44,7 +44,7 @@ class ExactMatch:
 
 @dataclass(frozen=True)
 class NumericMatch:
-    """1.0 where the last number in the completion equals the column's last number within `tolerance`, else 0.0.
+    """1.0 where the completion's last number equals the column's last number within `tolerance`, else 0.0.
 
     Raises ValueError where the column holds no number.
     """
@@ -72,7 +72,10 @@ class NumericMatch:
 
 @dataclass(frozen=True)
 class RegexFormat:
-    """1.0 where the whole completion, without surrounding white space, matches `pattern` (dots match line ends), else 0.0."""
+    """1.0 where the completion without surrounding white space matches `pattern` as a whole, else 0.0.
+
+    Dots match line ends.
+    """
 
     pattern: str = r"<think>.*?</think>\s*<answer>.*?</answer>"
 

@@ -1,6 +1,7 @@
 """Rollout engines: token ids in, token ids out. A sampled completion is never decoded and encoded again.
 
-An engine is any object with `generate` and `sync` as in `RolloutEngine`; `rollout.transformers` holds the default one.
+An engine is any object with `generate` and `sync` as in `RolloutEngine`; `rollout.transformers` holds the
+default one.
 """
 
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Protocol, runtime_checkable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
-    """How to sample; nothing else may change the distribution (no penalty, no suppressed token, no minimum length).
+    """How to sample; nothing else may change the distribution (no penalty, no suppressed token, ...).
 
     Attributes:
         n: completions per prompt.
@@ -39,8 +40,8 @@ class Rollout:
         completion_ids: the sampled ids up to and including the first end-of-sequence token; may be empty. The
             completion mask derives from this length, so that a pad token equal to the end token does no harm.
         truncated: the length limit ended it, not an end-of-sequence token.
-        logprobs: natural log of the probability with which each id was drawn (after temperature, top-k and top-p,
-            renormalised over the kept tokens; with greedy decoding the untempered log-prob), or None.
+        logprobs: natural log of the probability with which each id was drawn (after temperature, top-k and
+            top-p, renormalised over the kept tokens; with greedy decoding the untempered log-prob), or None.
     """
 
     prompt_ids: tuple[int, ...]
@@ -54,9 +55,10 @@ class RolloutEngine(Protocol):
     """What the trainer asks of an engine."""
 
     def generate(self, prompts: list[list[int]], options: SamplingOptions, seed: int) -> list[Rollout]:
-        """`options.n` completions of every prompt, those of one prompt next to each other, in the prompts' order.
+        """`options.n` completions of every prompt, side by side, in the prompts' order.
 
-        Equal weights, prompts, options and seed give equal completions; global random states are left as they were.
+        Equal weights, prompts, options and seed give equal completions; global random states are left as they
+        were.
         """
         ...
 

@@ -14,7 +14,7 @@ from grpo_fast.rollout import Rollout, SamplingOptions
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer=None) -> tuple[int, ...]:
-    """Every id that ends a completion: those of the generation config (often several) and the tokenizer's, sorted."""
+    """Every id that ends a completion: the generation config's, often several, and the tokenizer's."""
     declared = getattr(model.generation_config, "eos_token_id", None)
     ids = set(declared if isinstance(declared, (list, tuple)) else [declared])
     ids.add(getattr(tokenizer, "eos_token_id", None))
@@ -33,7 +33,7 @@ def until_eos(ids: Sequence[int], eos_ids: Sequence[int]) -> tuple[tuple[int, ..
 
 
 class _LogprobRecorder(LogitsProcessor):
-    """Notes the log-prob of every sampled token. It runs last and keeps one step's [rows, V] scores, not all of them."""
+    """Notes the log-prob of every sampled token; runs last, keeps the [rows, V] scores of one step only."""
 
     def __init__(self) -> None:
         self._log_probs: Tensor | None = None  # of the step whose token is not known yet
@@ -56,8 +56,9 @@ class _LogprobRecorder(LogitsProcessor):
 class TransformersRollout:
     """Samples from a model by its own `generate`.
 
-    Prompts are left-padded with an attention mask and position ids that start at 0 with the first real token. On a
-    GPU it samples from a bfloat16 copy of a float32 policy, which `sync` refreshes; otherwise from the policy itself.
+    Prompts are left-padded with an attention mask and position ids that start at 0 with the first real token.
+    On a GPU it samples from a bfloat16 copy of a float32 policy, which `sync` refreshes; otherwise from the
+    policy itself.
 
     Args:
         model: the policy.
@@ -77,7 +78,7 @@ class TransformersRollout:
 
     @torch.no_grad()
     def sync(self, model: PreTrainedModel) -> None:
-        """Copy the policy's weights into the copy sampled from; nothing to do where it samples from the policy."""
+        """Copy the policy's weights into the copy sampled from, if there is one."""
         if self.model is model:
             return
         torch._foreach_copy_(list(self.model.parameters()), list(model.parameters()))
@@ -87,7 +88,8 @@ class TransformersRollout:
         """`options.n` completions of every prompt, group after group. See `RolloutEngine.generate`.
 
         Raises:
-            ValueError: for a prompt that is empty or leaves no room for `options.max_tokens` in the model's positions.
+            ValueError: for a prompt that is empty or leaves no room for `options.max_tokens` in the model's
+                positions.
         """
         self._check_lengths(prompts, options.max_tokens)
         rows = [prompt for prompt in prompts for _ in range(options.n)]
@@ -103,23 +105,23 @@ class TransformersRollout:
         for index, prompt in enumerate(prompts):
             if not prompt:
                 raise ValueError(
-                    f"prompts[{index}]: expected at least one token id, got none; there is nothing to condition on"
+                    f"prompts[{index}]: expected at least one token id to condition on, got none"
                 )
             if limit is not None and len(prompt) + max_tokens > limit:
                 raise ValueError(
-                    f"prompts[{index}]: {len(prompt)} tokens and completions of up to {max_tokens} exceed the model's "
-                    f"{limit} positions. Set rollout.max_completion_length or data.max_prompt_length lower"
+                    f"prompts[{index}]: {len(prompt)} tokens and completions of up to {max_tokens} exceed the "
+                    f"model's {limit} positions. Set rollout.max_completion_length={limit - len(prompt)} or less"
                 )
 
     @contextmanager
     def _sampling(self, seed: int) -> Iterator[None]:
-        """Eval mode, a random state of its own, and no generation default of the checkpoint (penalties, suppressed ids, ...)."""
+        """Eval mode, an own random state, none of the checkpoint's defaults (penalties, bans, ...)."""
         model = self.model
         devices = [model.device] if model.device.type == "cuda" else []
         defaults = model.generation_config
         with torch.random.fork_rng(devices=devices), evaluation_mode(model):
             torch.manual_seed(seed)
-            # generate() fills whatever an explicit config leaves open from model.generation_config, hence the swap
+            # generate() fills what a config leaves open from model.generation_config: hence the swap
             model.generation_config = GenerationConfig(
                 pad_token_id=self.pad_id, eos_token_id=list(self.eos_ids) or None
             )
@@ -137,7 +139,7 @@ class TransformersRollout:
         attention_mask = torch.tensor(
             [[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device
         )
-        # the warpers below do the work of temperature, top_k and top_p, so that the recorder can run after them
+        # the warpers below do the work of temperature, top_k and top_p, so that the recorder runs after them
         neutral = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
         config = GenerationConfig(
             max_new_tokens=options.max_tokens,
