@@ -73,4 +73,4 @@ def group_advantages(
 def _std(deviation: Tensor, count: Tensor, std: str, dim: int | None) -> Tensor:
     square = deviation.square()
     total = square.sum() if dim is None else square.sum(dim, keepdim=True)
-    return (total / (count - (std == "sample")).clamp(min=1)).sqrt()
+    return (total / (count - (1 if std == "sample" else 0)).clamp(min=1)).sqrt()

@@ -65,11 +65,11 @@ class LossMetrics:
         return self if other == 0 else NotImplemented  # sum() starts from 0
 
     def means(self) -> dict[str, Tensor]:
-        """0-d tensors under TRL's names, always the same keys; 0 where nothing was counted (so kl is 0 without a reference)."""
+        """0-d fp32 tensors under TRL's names, always the same keys; 0 where nothing was counted (so kl is 0 without a reference)."""
         value = dict(zip(LossMetrics.FIELDS, self.sums.unbind(), strict=True))
 
         def mean(total, count):
-            return torch.where(value[count] > 0, value[total] / value[count].clamp(min=1), 0.0)
+            return torch.where(value[count] > 0, value[total] / value[count].clamp(min=1), 0.0).float()
 
         any_ratio = value["ratio_count"] > 0
         low, high = mean("low_clipped", "clip_count"), mean("high_clipped", "clip_count")
@@ -77,8 +77,8 @@ class LossMetrics:
             "kl": mean("kl_sum", "kl_count"),
             "entropy": mean("entropy_sum", "entropy_count"),
             "ratio/mean": mean("ratio_sum", "ratio_count"),
-            "ratio/min": torch.where(any_ratio, self.ratio_min, 0.0),
-            "ratio/max": torch.where(any_ratio, self.ratio_max, 0.0),
+            "ratio/min": torch.where(any_ratio, self.ratio_min, 0.0).float(),
+            "ratio/max": torch.where(any_ratio, self.ratio_max, 0.0).float(),
             "clip_ratio/low_mean": low,
             "clip_ratio/high_mean": high,
             "clip_ratio/region_mean": low + high,

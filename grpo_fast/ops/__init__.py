@@ -3,4 +3,11 @@ from grpo_fast.ops.linear_grpo_loss import linear_grpo_loss, linear_token_logpro
 from grpo_fast.ops.modules import GRPOLoss, LinearGRPOLoss
 from grpo_fast.ops.token_logprobs import token_logprobs
 
-__all__ = ["GRPOLoss", "LinearGRPOLoss", "grpo_loss", "linear_grpo_loss", "linear_token_logprobs", "token_logprobs"]
+__all__ = [
+    "GRPOLoss",
+    "LinearGRPOLoss",
+    "grpo_loss",
+    "linear_grpo_loss",
+    "linear_token_logprobs",
+    "token_logprobs",
+]

@@ -6,11 +6,43 @@ gradient in the backward from whatever arrives upstream. Both are differentiable
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from grpo_fast.ops import library
+
+
+class _RefuseSecondDerivative(torch.autograd.Function):
+    """Identity on gradients whose own derivative is not known: torch would take them for constants, silently."""
+
+    @staticmethod
+    def forward(ctx, anchor, *grads):
+        return tuple(grad.view_as(grad) for grad in grads)
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError(
+            'grpo_fast: the fused losses can be differentiated once; backend="reference" has higher derivatives'
+        )
+
+
+def differentiable_once(backward):
+    """Decorator of a Function's backward. torch's once_differentiable misses the usual case, a constant upstream."""
+
+    @functools.wraps(backward)
+    def wrapper(ctx, *upstream):
+        with torch.no_grad():
+            results = backward(ctx, *upstream)
+        if not torch.is_grad_enabled():  # the usual backward, without create_graph
+            return results
+        grads = [result for result in results if result is not None]
+        anchor = torch.zeros((), requires_grad=True)
+        guarded = iter(_RefuseSecondDerivative.apply(anchor, *grads))
+        return tuple(None if result is None else next(guarded) for result in results)
+
+    return wrapper
 
 
 class RowLogprobs(torch.autograd.Function):
@@ -25,7 +57,7 @@ class RowLogprobs(torch.autograd.Function):
         return logps, entropy
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, g_logps, g_entropy):
         transform, want_entropy, inplace, backend = ctx.args
         logits, ids, valid, row_max, row_sum, logps, entropy = ctx.saved_tensors
@@ -70,7 +102,7 @@ class FusedLoss(torch.autograd.Function):
         return loss, losses, logps, entropy
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, g_loss, *_):
         inplace, backend = ctx.args
         (grad,) = ctx.saved_tensors

@@ -124,7 +124,13 @@ def grpo_loss(
         problem,
         fused,
         lambda: differentiable_logprobs(
-            rows, tokens.ids, tokens.valid, transform, problem.want_entropy, inplace and in_backward(rows), name
+            rows,
+            tokens.ids,
+            tokens.valid,
+            transform,
+            problem.want_entropy,
+            inplace and in_backward(rows),
+            name,
         ),
     )
 

@@ -22,15 +22,15 @@ class Sequences:
     index: Tensor | None = None  # (N,), the sequence of each packed token
 
     def sum(self, values_BT: Tensor) -> Tensor:
-        """Sum over each sequence, (B,). Ordered, so deterministic."""
+        """Sum over each sequence, (B,); of a mask the int64 count. Ordered, so deterministic."""
         if self.cu_seqlens is None:
             return values_BT.sum(1)
+        if values_BT.dtype == torch.bool:
+            ends = torch.nn.functional.pad(values_BT[0].cumsum(0), (1, 0))[self.cu_seqlens.long()]
+            return ends[1:] - ends[:-1]
         if values_BT.numel() == 0:
             return values_BT.sum() + values_BT.new_zeros(self.num)
-        flat = values_BT.reshape(-1)
-        if not flat.is_floating_point():
-            flat = flat.to(torch.float64)
-        return torch.segment_reduce(flat, "sum", offsets=self.cu_seqlens.to(torch.int64), axis=0)
+        return torch.segment_reduce(values_BT[0], "sum", offsets=self.cu_seqlens.long(), axis=0)
 
     def expand(self, values_B: Tensor) -> Tensor:
         """A value of each sequence at each of its tokens, in the token vectors' shape."""
@@ -170,5 +170,7 @@ def check_inplace(logits: Tensor) -> None:
     extent = 1
     for stride, size in sorted(zip(logits.stride(), logits.shape, strict=True)):
         if size > 1 and stride < extent:
-            raise ValueError(f"inplace: logits overlaps itself in memory (strides {logits.stride()}); pass inplace=False")
+            raise ValueError(
+                f"inplace: logits overlaps itself in memory (strides {logits.stride()}); pass inplace=False"
+            )
         extent += stride * (size - 1)

@@ -17,9 +17,7 @@ _LOSS_INPUTS = (
     "Tensor ids, Tensor valid, Tensor advantages, Tensor? weights, Tensor? old_logps, Tensor? ref_logps, "
     "Tensor coef, Tensor? entropy_scale, bool want_entropy"
 )
-_GRAD_INPUTS = (
-    "Tensor ids, Tensor valid, Tensor row_max, Tensor row_sum, Tensor logps, Tensor? entropy, Tensor g, Tensor? g_entropy"
-)
+_GRAD_INPUTS = "Tensor ids, Tensor valid, Tensor row_max, Tensor row_sum, Tensor logps, Tensor? entropy, Tensor g, Tensor? g_entropy"
 
 
 def define(name: str, schema: str, body, fake) -> torch._ops.OpOverload:
@@ -66,9 +64,36 @@ def _row_stats_fake(logits, ids, valid, temperature, softcap, logit_scale, want_
     return logps, like_vectors(logits, 1, want_entropy)[0], row_max, row_sum
 
 
-def _row_grad_(logits, ids, valid, row_max, row_sum, logps, entropy, g, g_entropy, temperature, softcap, logit_scale, backend):
+def _row_grad_(
+    logits,
+    ids,
+    valid,
+    row_max,
+    row_sum,
+    logps,
+    entropy,
+    g,
+    g_entropy,
+    temperature,
+    softcap,
+    logit_scale,
+    backend,
+):
     _row_grad_into(
-        logits, logits, ids, valid, row_max, row_sum, logps, entropy, g, g_entropy, temperature, softcap, logit_scale, backend
+        logits,
+        logits,
+        ids,
+        valid,
+        row_max,
+        row_sum,
+        logps,
+        entropy,
+        g,
+        g_entropy,
+        temperature,
+        softcap,
+        logit_scale,
+        backend,
     )
 
 
@@ -78,14 +103,42 @@ def _row_grad(logits, *args):
     return out
 
 
-def _row_grad_into(logits, out, ids, valid, row_max, row_sum, logps, entropy, g, g_entropy, temperature, softcap, logit_scale, backend):
+def _row_grad_into(
+    logits,
+    out,
+    ids,
+    valid,
+    row_max,
+    row_sum,
+    logps,
+    entropy,
+    g,
+    g_entropy,
+    temperature,
+    softcap,
+    logit_scale,
+    backend,
+):
     backends.functions(backend).row_grad(
         logits, ids, valid.view(torch.uint8), row_max, row_sum, logps, entropy, g, g_entropy, out,
         temperature, softcap, logit_scale,
     )  # fmt: skip
 
 
-def _grpo_loss_into(logits, out, ids, valid, advantages, weights, old_logps, ref_logps, coef, entropy_scale, want_entropy, *rest):
+def _grpo_loss_into(
+    logits,
+    out,
+    ids,
+    valid,
+    advantages,
+    weights,
+    old_logps,
+    ref_logps,
+    coef,
+    entropy_scale,
+    want_entropy,
+    *rest,
+):
     *numbers, backend = rest
     check_ids(ids, valid, logits.shape[-1])
     losses, logps = like_vectors(logits, 2)
@@ -106,7 +159,9 @@ def _grpo_loss(logits, *args):
     return *_grpo_loss_into(logits, out, *args), out
 
 
-def _grpo_loss_fake_(logits, ids, valid, advantages, weights, old_logps, ref_logps, coef, entropy_scale, want_entropy, *rest):
+def _grpo_loss_fake_(
+    logits, ids, valid, advantages, weights, old_logps, ref_logps, coef, entropy_scale, want_entropy, *rest
+):
     losses, logps = like_vectors(logits, 2)
     return losses, logps, like_vectors(logits, 1, want_entropy)[0]
 
@@ -158,5 +213,10 @@ grpo_loss_ = define(
     _grpo_loss_,
     _grpo_loss_fake_,
 )
-scale = define("scale", "(Tensor grad, Tensor scale, str backend) -> Tensor", _scale, lambda grad, s, backend: torch.empty_like(grad))
+scale = define(
+    "scale",
+    "(Tensor grad, Tensor scale, str backend) -> Tensor",
+    _scale,
+    lambda grad, s, backend: torch.empty_like(grad),
+)
 scale_ = define("scale_", "(Tensor(a!) grad, Tensor scale, str backend) -> ()", _scale_, lambda grad, s, backend: None)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from grpo_fast.ops import linear_library
-from grpo_fast.ops.autograd import scale_grad
+from grpo_fast.ops.autograd import differentiable_once, scale_grad
 
 
 class LinearRowLogprobs(torch.autograd.Function):
@@ -18,13 +17,19 @@ class LinearRowLogprobs(torch.autograd.Function):
             hidden, weight, bias, rows, ids, valid, *transform, want_entropy, rows_per_chunk, backend
         )
         ctx.save_for_backward(hidden, weight, bias, rows, ids, valid, row_max, row_sum, logps, entropy)
-        ctx.args = (transform, want_entropy, rows_per_chunk, backend, torch.is_autocast_enabled(hidden.device.type))
+        ctx.args = (
+            transform,
+            want_entropy,
+            rows_per_chunk,
+            backend,
+            torch.is_autocast_enabled(hidden.device.type),
+        )
         ctx.autocast_dtype = torch.get_autocast_dtype(hidden.device.type)
         ctx.set_materialize_grads(False)
         return logps, entropy
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, g_logps, g_entropy):
         transform, want_entropy, rows_per_chunk, backend, autocast = ctx.args
         hidden, weight, bias, rows, ids, valid, row_max, row_sum, logps, entropy = ctx.saved_tensors
@@ -59,12 +64,16 @@ class FusedLinearLoss(torch.autograd.Function):
         if entropy_scale is not None:
             loss = loss - entropy_scale * entropy.sum()
         ctx.save_for_backward(*grads)
-        ctx.args = (need, backend, [t.dtype if n else None for t, n in zip((hidden, weight, bias), need, strict=True)])
+        ctx.args = (
+            need,
+            backend,
+            [t.dtype if n else None for t, n in zip((hidden, weight, bias), need, strict=True)],
+        )
         ctx.mark_non_differentiable(logps, entropy)
         return loss, logps, entropy
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, g_loss, *_):
         need, backend, dtypes = ctx.args
         grads = [

@@ -111,12 +111,14 @@ def _check_live_rows(live_rows: Tensor | None, problem: Problem, score_dead_rows
     if live_rows.device.type != "cpu" or torch.compiler.is_compiling():
         return
     count = problem.inputs.tokens.valid.numel()
-    if live_rows.numel() and not (0 <= live_rows.min() and live_rows.max() < count):
+    if live_rows.numel() and not (live_rows.min() >= 0 and live_rows.max() < count):
         raise ValueError(f"live_rows: expected flat token indices in [0, {count}), got {live_rows.tolist()[:8]}...")
     promised = torch.zeros(count, dtype=torch.bool).index_fill(0, live_rows, True)
     missing = _scored_tokens(problem, None, score_dead_rows).reshape(-1) & ~promised
     if missing.any():
-        raise ValueError(f"live_rows: must name every token with a gradient, misses flat index {missing.nonzero()[0].item()}")
+        raise ValueError(
+            f"live_rows: must name every token with a gradient, misses flat index {missing.nonzero()[0].item()}"
+        )
 
 
 def _row_index(scored: Tensor) -> Tensor | None:

@@ -126,7 +126,15 @@ def _linear_grpo_loss(
         logits_1RV = logits_RV[None]
         vectors[1] = vectors[1].view(torch.uint8)
         kernel(
-            logits_1RV, *vectors, coef_R, bonus, part[0], part[1], part[2] if want_entropy else None, logits_1RV, *numbers
+            logits_1RV,
+            *vectors,
+            coef_R,
+            bonus,
+            part[0],
+            part[1],
+            part[2] if want_entropy else None,
+            logits_1RV,
+            *numbers,
         )
         grads.add(where, hidden_RD, logits_RV, undo)
         losses[:, where], logps[:, where] = part[0], part[1]
@@ -143,7 +151,12 @@ def _linear_grpo_loss_fake(
     losses, logps = torch.empty_like(coef), torch.empty_like(coef)
     entropy = torch.empty_like(coef) if want_entropy else coef.new_empty(0)
     keep_fp32 = gemm_dtype(hidden, weight) == torch.float16
-    return losses, logps, entropy, *_fake_grads(hidden, weight, bias, (need_hidden, need_weight, need_bias), keep_fp32)
+    return (
+        losses,
+        logps,
+        entropy,
+        *_fake_grads(hidden, weight, bias, (need_hidden, need_weight, need_bias), keep_fp32),
+    )
 
 
 def _fake_grads(hidden, weight, bias, need, keep_fp32):
@@ -157,7 +170,18 @@ def _fake_grads(hidden, weight, bias, need, keep_fp32):
 
 
 def _linear_row_stats(
-    hidden, weight, bias, rows, ids, valid, temperature, softcap, logit_scale, want_entropy, rows_per_chunk, backend
+    hidden,
+    weight,
+    bias,
+    rows,
+    ids,
+    valid,
+    temperature,
+    softcap,
+    logit_scale,
+    want_entropy,
+    rows_per_chunk,
+    backend,
 ):
     check_ids(ids, valid, weight.shape[0])
     kernel = backends.functions(backend).row_stats

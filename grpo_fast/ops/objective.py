@@ -87,10 +87,10 @@ def _clip(logps: Tensor, log_ratio: Tensor, weighted: Tensor, options: PolicyOpt
     flows = (weighted != 0) & ~(above | below | capped)
     # exp sees only ratios that are used: an overflow elsewhere would turn 0 * inf into NaN.
     ratio = torch.exp(torch.where(flows, log_ratio, 0.0))
-    bound = options.clip_high * above + options.clip_low * below
+    bound = torch.where(above, options.clip_high * weighted, options.clip_low * weighted)
     if options.delta is not None:
-        bound = bound + options.delta * capped
-    return -torch.where(flows, ratio * weighted, bound * weighted)
+        bound = torch.where(capped, options.delta * weighted, bound)
+    return -torch.where(flows, ratio * weighted, bound)
 
 
 def _cispo(logps: Tensor, log_ratio: Tensor, weighted: Tensor, options: PolicyOptions) -> Tensor:

@@ -122,4 +122,10 @@ class PolicyOptions:
 
     def as_floats(self) -> tuple[float, float, float, float, bool]:
         """(clip_low, clip_high, delta, beta, bias_correction), as the backends take them."""
-        return self.clip_low, self.clip_high, self.delta_bound, float(self.beta), bool(self.use_bias_correction_kl)
+        return (
+            self.clip_low,
+            self.clip_high,
+            self.delta_bound,
+            float(self.beta),
+            bool(self.use_bias_correction_kl),
+        )

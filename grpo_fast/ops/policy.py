@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from grpo_fast.ops.inputs import Tokens
-from grpo_fast.ops.objective import PolicyInputs, make_metrics, scalar_divisor, token_coefficients, token_losses
+from grpo_fast.ops.objective import (
+    PolicyInputs,
+    make_metrics,
+    scalar_divisor,
+    token_coefficients,
+    token_losses,
+)
 from grpo_fast.ops.options import PolicyOptions
 from grpo_fast.types import LossOutput
 
@@ -57,7 +63,9 @@ def make_problem(
     if reduction not in ("sum", "none"):
         raise ValueError(f'reduction: expected "sum" or "none", got {reduction!r}')
     if options.beta > 0 and ref_logps is None:
-        raise ValueError(f"ref_logps: beta={options.beta:g} needs the reference's log-probs, got None; pass them, or beta=0")
+        raise ValueError(
+            f"ref_logps: beta={options.beta:g} needs the reference's log-probs, got None; pass them, or beta=0"
+        )
     if advantages is None:
         raise ValueError("advantages: expected a tensor, got None")
     inputs = PolicyInputs(

@@ -62,7 +62,7 @@ def row_grad(
     logp_BTV = z - row_max[..., None] - row_sum.log()[..., None]
     p = logp_BTV.exp()
     grad = -g[..., None] * p
-    target = torch.where(valid.bool(), ids, 0)[..., None]
+    target = torch.where(valid.bool(), ids, 0).clamp(0, z.shape[-1] - 1)[..., None]
     grad.scatter_(-1, target, (-torch.expm1(logps) * g)[..., None])
     if g_entropy is not None:
         grad -= g_entropy[..., None] * p * (torch.where(p > 0, logp_BTV, 0.0) + entropy[..., None])
