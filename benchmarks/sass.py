@@ -1,0 +1,250 @@
+"""What the Triton kernels compile to, read off the machine code. No GPU is needed.
+
+The production launchers run against a stand-in for the driver, which names a target and never launches, so that what is counted
+is what would run: the same argument types, constants and options. `python -m benchmarks.sass` prints the table.
+
+Instructions per logit: those of the innermost loops over full blocks, divided by the logits that one pass of the loop loads per
+thread (told by its 128-bit loads). Work per row (prologue, last partial block, reductions) is not in it.
+"""
+
+import argparse
+import contextlib
+import math
+import re
+import subprocess
+import tempfile
+from dataclasses import astuple, dataclass, fields
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+CAPABILITIES = (80, 90, 100)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+VOCABULARIES = (2048, 16384, 32768, 151936)  # one for each entry of kernels.launch.LAUNCHES in a 16-bit dtype
+
+
+@dataclass(frozen=True)
+class Instruction:
+    address: int
+    text: str  # with its predicate, without operands' encodings
+
+
+@dataclass(frozen=True)
+class Report:
+    """One compiled kernel; `load` and `store` are the access widths in bits inside the loops, the narrowest first."""
+
+    kernel: str
+    dtype: str
+    V: int
+    sm: int
+    warps: int
+    registers: int
+    stack: int
+    spills: int
+    instructions: float
+    mufu: float
+    load: int
+    store: int
+
+
+class OfflineDriver:
+    """The part of a Triton driver that compiling asks for."""
+
+    def __init__(self, capability):
+        self.target = GPUTarget("cuda", capability, 32)
+        self.utils = SimpleNamespace(get_device_properties=lambda _: {"max_shared_mem": 163 << 10})
+
+    def get_current_target(self):
+        return self.target
+
+    def get_current_device(self):
+        return self.target.arch
+
+    def get_current_stream(self, device):
+        return 0
+
+
+@contextlib.contextmanager
+def offline(capability):
+    """Within it, launching a Triton kernel compiles it for sm_<capability> and does no more; CPU tensors do as arguments."""
+    run = triton.JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **kwargs):
+        return run(self, *args, grid=grid, warmup=True, **kwargs)
+
+    active = driver._active
+    driver.set_active(OfflineDriver(capability))
+    triton.JITFunction.run = compile_only
+    try:
+        yield
+    finally:
+        triton.JITFunction.run = run
+        driver._active = active
+
+
+def variants(kernel, capability):
+    """What has been compiled of a kernel under `offline(capability)`, one entry for each specialisation."""
+    return list(kernel.device_caches[capability][0].values())
+
+
+def _tool(name):
+    return Path(triton.__file__).parent / "backends/nvidia/bin" / name
+
+
+def have_cuobjdump():
+    return _tool("cuobjdump").exists()
+
+
+def _cuobjdump(option, cubin):
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(_tool("cuobjdump")), option, file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def disassemble(cubin):
+    lines = re.findall(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", _cuobjdump("-sass", cubin), re.MULTILINE)
+    return [Instruction(int(address, 16), text) for address, text in lines]
+
+
+def innermost_loops(instructions):
+    """Bodies from a backward branch's target to the branch that hold no other such body."""
+    spans = []
+    for last, instruction in enumerate(instructions):
+        branch = re.search(r"\bBRA\b.*?\b0x([0-9a-f]+)", instruction.text)
+        if branch and int(branch[1], 16) < instruction.address:
+            first = next(i for i, other in enumerate(instructions) if other.address == int(branch[1], 16))
+            spans.append((first, last))
+    inner = [s for s in spans if not any(s != o and s[0] <= o[0] and o[1] <= s[1] for o in spans)]
+    return [instructions[first : last + 1] for first, last in inner]
+
+
+def widths(body, opcode):
+    """Access widths in bits of the global loads (LDG) or stores (STG) of a loop body."""
+    accesses = [i.text for i in body if re.search(rf"\b{opcode}\b", i.text)]
+    return [int((re.search(r"\.(128|64|16|8)\b", re.sub(r"\.U(16|8)", r".\1", text)) or [0, 32])[1]) for text in accesses]
+
+
+def _resources(cubin):
+    usage = _cuobjdump("-res-usage", cubin)
+    return int(re.search(r"REG:(\d+)", usage)[1]), int(re.search(r"STACK:(\d+)", usage)[1])
+
+
+def _count(body, opcode):
+    return sum(bool(re.search(rf"\b{opcode}\b", i.text)) for i in body)
+
+
+def examine(name, compiled, dtype, V, capability):
+    """Report on one compiled kernel: its costliest loop that only reads the row, plus the one that reads and writes it."""
+    cubin = compiled.asm["cubin"]
+    registers, stack = _resources(cubin)
+    instructions = disassemble(cubin)
+    loops = [body for body in innermost_loops(instructions) if 128 in widths(body, "LDG")]
+    reading = [body for body in loops if not widths(body, "STG")]
+    writing = [body for body in loops if widths(body, "STG")]
+    per_logit, mufu, loads, stores = 0.0, 0.0, [], []
+    for sweep in (reading, writing):
+        if not sweep:
+            continue
+        body = max(sweep, key=len)
+        logits = sum(widths(body, "LDG")) / torch.finfo(dtype).bits
+        per_logit += len(body) / logits
+        mufu += _count(body, "MUFU") / logits
+        loads += widths(body, "LDG")
+        stores += widths(body, "STG")
+    return Report(
+        name, str(dtype).removeprefix("torch."), V, capability, compiled.metadata.num_warps, registers, stack,
+        _count(instructions, "STL") + _count(instructions, "LDL"), per_logit, mufu, min(loads, default=0), min(stores, default=0),
+    )  # fmt: skip
+
+
+def launch_grpo_loss(dtype, V, T=2, *, weights=False, old=False, ref=False, entropy=False, softcap=0.0, inplace=True):
+    """Run the production launcher on tensors of the right kind; inside `offline` only."""
+    from grpo_fast.kernels.grpo_loss import grpo_loss
+
+    logits = torch.empty(1, T, V, dtype=dtype)
+    ids, valid = torch.zeros(1, T, dtype=torch.int64), torch.ones(1, T, dtype=torch.uint8)
+    vector = torch.zeros(1, T)
+    out = logits if inplace else torch.empty_like(logits)
+    grpo_loss(
+        logits, ids, valid, vector, vector if weights else None, vector if old else None, vector if ref else None, vector,
+        torch.zeros(()) if entropy else None, vector, vector, vector if entropy else None, out,
+        1.0, softcap, 1.0, 0.8, 1.2, math.inf, 0.04 if ref else 0.0, False,
+    )  # fmt: skip
+
+
+def launch_row_stats(dtype, V, T=2, entropy=False):
+    from grpo_fast.kernels.row_stats import row_stats
+
+    ids, valid, vector = torch.zeros(1, T, dtype=torch.int64), torch.ones(1, T, dtype=torch.uint8), torch.zeros(1, T)
+    logits = torch.empty(1, T, V, dtype=dtype)
+    row_stats(logits, ids, valid, vector, vector if entropy else None, vector, vector, 1.0, 0.0, 1.0)
+
+
+def launch_row_grad(dtype, V, T=2, entropy=False):
+    from grpo_fast.kernels.row_grad import row_grad
+
+    ids, valid, vector = torch.zeros(1, T, dtype=torch.int64), torch.ones(1, T, dtype=torch.uint8), torch.zeros(1, T)
+    logits = torch.empty(1, T, V, dtype=dtype)
+    optional = vector if entropy else None
+    row_grad(logits, ids, valid, vector, vector, vector, optional, vector, optional, logits, 1.0, 0.0, 1.0)
+
+
+def launch_scale(dtype, V, T=2):
+    from grpo_fast.kernels.scale import scale_
+
+    scale_(torch.empty(1, T, V, dtype=dtype), torch.ones(()))
+
+
+@cache
+def kernels():
+    """Name -> (kernel, launch(dtype, V))."""
+    from grpo_fast.kernels import grpo_loss, row_grad, row_stats, scale
+
+    full = {"weights": True, "old": True, "ref": True}
+    return {
+        "grpo_loss": (grpo_loss._grpo_loss_kernel, lambda d, v: launch_grpo_loss(d, v, **full)),
+        "grpo_loss on-policy": (grpo_loss._grpo_loss_kernel, launch_grpo_loss),
+        "grpo_loss entropy": (grpo_loss._grpo_loss_kernel, lambda d, v: launch_grpo_loss(d, v, entropy=True, **full)),
+        "grpo_loss softcap": (grpo_loss._grpo_loss_kernel, lambda d, v: launch_grpo_loss(d, v, softcap=30.0, **full)),
+        "row_stats": (row_stats._row_stats_kernel, launch_row_stats),
+        "row_grad": (row_grad._row_grad_kernel, launch_row_grad),
+        "scale_": (scale._scale_kernel, launch_scale),
+    }
+
+
+def report(name, dtype, V, capability):
+    """Compile one of `kernels()` and examine it."""
+    kernel, launch = kernels()[name]
+    kernel.device_caches.pop(capability, None)
+    with offline(capability):
+        launch(dtype, V)
+    (compiled,) = variants(kernel, capability)
+    return examine(name, compiled, dtype, V, capability)
+
+
+def table(reports):
+    rows = [tuple(field.name for field in fields(Report))]
+    rows += [tuple(f"{v:.2f}" if isinstance(v, float) else str(v) for v in astuple(r)) for r in reports]
+    columns = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, columns, strict=True)) for row in rows)
+
+
+def main():
+    parser = argparse.ArgumentParser(description="registers, spills, access widths and instructions per logit of the Triton kernels")
+    parser.add_argument("--sm", type=int, nargs="+", default=CAPABILITIES)
+    parser.add_argument("--kernel", nargs="+", default=list(kernels()), choices=list(kernels()))
+    parser.add_argument("--vocabulary", type=int, nargs="+", default=VOCABULARIES[-1:])
+    args = parser.parse_args()
+    cases = [(n, d, v, sm) for n in args.kernel for d in DTYPES for v in args.vocabulary for sm in args.sm]
+    print(table([report(*case) for case in cases]))
+
+
+if __name__ == "__main__":
+    main()

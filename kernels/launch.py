@@ -1,0 +1,50 @@
+"""Launch choices and arguments common to the row kernels. Host code only."""
+
+import contextlib
+import math
+from typing import NamedTuple
+
+import torch
+
+# (row bytes up to, block in elements, warps). A row is read twice, the second time from L2, so the rows in flight on the whole
+# device must fit there (50 MB on an H100): the longer the row, the fewer and wider the programs of a multiprocessor. 16 elements
+# a thread keep 32 bytes of a 16-bit dtype in flight.
+LAUNCHES = ((8 << 10, 2048, 4), (32 << 10, 4096, 8), (96 << 10, 8192, 16), (math.inf, 16384, 32))
+
+# Contracting a*b + c is wanted; Triton is about to change its default, so every launch says so.
+OPTIONS = {"enable_fp_fusion": True}
+
+
+class Transform(NamedTuple):
+    """logits -> z/temperature as the kernels want it: see primitives.cap and primitives.exponents."""
+
+    k: float
+    slope: float
+    softcap: float | None
+    cap_slope: float | None
+
+    @classmethod
+    def of(cls, temperature, softcap, logit_scale):
+        slope = logit_scale / temperature
+        if softcap == 0.0:
+            return cls(slope * math.log2(math.e), slope, None, None)
+        return cls(math.log2(math.e) / temperature, slope, softcap, logit_scale / softcap)
+
+
+def launch_shape(logits):
+    """Keyword arguments BLOCK and num_warps for rows of this length."""
+    row_bytes = logits.shape[-1] * logits.element_size()
+    block, warps = next((block, warps) for limit, block, warps in LAUNCHES if row_bytes <= limit)
+    return {"BLOCK": block, "num_warps": warps, **OPTIONS}
+
+
+def same_alignment(a, b):
+    """Whether every row of two [B, T, V] tensors starts at the same offset from a 16-byte boundary."""
+    pitches = [a.data_ptr() - b.data_ptr()]
+    pitches += [(a.stride(i) - b.stride(i)) * a.element_size() for i in (0, 1) if a.shape[i] > 1]
+    return all(pitch % 16 == 0 for pitch in pitches)
+
+
+def on_device(tensor):
+    """Launch on the tensor's device, whatever the current one is. CPU tensors only occur in Triton's interpreter."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()

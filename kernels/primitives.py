@@ -1,0 +1,281 @@
+"""Row primitives shared by every kernel: one program owns one row of logits and sweeps it block by block.
+
+Legend: row, a pointer to the first of V logits; x, raw logits in fp32; z = cap(x); t = z * k - shift, the exponent in base 2,
+with k = log2(e) / temperature (times logit_scale when there is no softcap) and shift = reference * k; e = 2^t.
+
+A row is cut into the *body*, the columns from its first 16-byte boundary on that fill whole 16-byte vectors, and at most two
+*edges* shorter than a vector. Only the edges are read element by element, so any V and any row pitch keeps 128-bit accesses.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+VECTOR_BYTES = tl.constexpr(16)
+
+# Exponents are taken relative to the target's logit, so a row of sum <= 2^48 needs no maximum at all. Beyond it (the target
+# has p < 2^-48, or the sum overflowed, or is NaN) fp32 exponents lose digits and the row is summed again from its maximum.
+TARGET_SUM_LIMIT = tl.constexpr(2.0**48)
+
+# Logits near the end of fp32: where reference * k leaves the range, k gives way to a power of two. Two such logits are equal
+# or so far apart that the smaller has p = 0, whatever k is.
+SHIFT_LIMIT = tl.constexpr(2.0**126)
+EXTREME_K = tl.constexpr(2.0**-8)
+
+# Stands for t = -inf in products with p = 0, which must give 0.
+LOWEST_EXPONENT = tl.constexpr(-1e30)
+
+
+@triton.jit
+def row_start(tensor, row, T, stride_b, stride_t):
+    """Pointer to row `row` of a [B, T, V] tensor; offsets are int64, since B*T*V passes 2^31."""
+    b = (row // T).to(tl.int64)
+    t = (row % T).to(tl.int64)
+    return tensor + b * stride_b + t * stride_t
+
+
+@triton.jit
+def row_body(row, V):
+    """(head, body): columns [head, head + body) are whole vectors; fewer than a vector is left on either side."""
+    itemsize: tl.constexpr = row.dtype.element_ty.primitive_bitwidth // 8
+    vector: tl.constexpr = VECTOR_BYTES // itemsize
+    misaligned = (row.to(tl.int64) % VECTOR_BYTES).to(tl.int32) // itemsize
+    head = tl.minimum((vector - misaligned) % vector, V)
+    return head, (V - head) // vector * vector
+
+
+@triton.jit
+def edge_columns(row, head, body, V):
+    """Columns and mask of both edges, in one block of two vectors."""
+    vector: tl.constexpr = VECTOR_BYTES * 8 // row.dtype.element_ty.primitive_bitwidth
+    lanes = tl.arange(0, 2 * vector)
+    columns = tl.where(lanes < vector, lanes, head + body + lanes - vector)
+    return columns, tl.where(lanes < vector, lanes < head, columns < V)
+
+
+@triton.jit
+def aligned(row, head):
+    """The body's first element; tells the compiler that it lies on a vector boundary."""
+    return tl.multiple_of(row + head, VECTOR_BYTES)
+
+
+@triton.jit
+def widen(x):
+    """Logits to fp32. A bf16 is the upper half of its fp32, and one shift of the loaded word says so in fewer instructions."""
+    if x.dtype == tl.bfloat16:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def tanh(u):
+    """(tanh u, 1 - tanh^2 u), both to a relative error of about 2e-7."""
+    e = tl.exp2(tl.abs(u) * (-2.0 * LOG2E))
+    large = (1.0 - e) / (1.0 + e)
+    # tanh(u)/u - 1 on |u| < 0.65, interpolated at Chebyshev nodes of u^2 (relative error 3e-8).
+    s = u * u
+    q = tl.fma(s, -0.00592372621, 0.0208734606)
+    q = tl.fma(s, q, -0.0538237589)
+    q = tl.fma(s, q, 0.133325837)
+    q = tl.fma(s, q, -0.33333327)
+    small = tl.fma(u * s, q, u)
+    value = tl.where(tl.abs(u) < 0.65, small, tl.where(u < 0.0, -large, large))
+    return value, 4.0 * e / ((1.0 + e) * (1.0 + e))
+
+
+@triton.jit
+def cap(x, softcap, cap_slope):
+    """z = softcap * tanh(x * cap_slope) and dz/dx up to the constant factor `slope`; the identity when softcap is None."""
+    if softcap is None:
+        return x, 1.0
+    else:
+        value, derivative = tanh(x * cap_slope)
+        return tl.where(x == float("-inf"), x, softcap * value), derivative
+
+
+@triton.jit
+def exponent_scale(reference, k):
+    """k, or a power of two where reference * k overflows."""
+    return tl.where(tl.abs(reference * k) < SHIFT_LIMIT, k, EXTREME_K)
+
+
+@triton.jit
+def exponents(x, k, shift, softcap, cap_slope):
+    """(t, e, dz/dx) of a block. The rounding of `shift` is the same in every t of the row, hence cancels."""
+    z, derivative = cap(x, softcap, cap_slope)
+    t = tl.fma(z, k, -shift)
+    return t, tl.exp2(t), derivative
+
+
+@triton.jit
+def sums(x, k, shift, softcap, cap_slope, ENTROPY: tl.constexpr):
+    """(sum e, sum e*t) over a block cut in runs of 8, which one thread holds: a register of each per run, no shuffles."""
+    t, e, _ = exponents(x, k, shift, softcap, cap_slope)
+    runs: tl.constexpr = x.shape[0] // 8
+    e_sum = tl.sum(tl.reshape(e, [runs, 8]), 1)
+    et_sum = e_sum
+    if ENTROPY:
+        et_sum = tl.sum(tl.reshape(e * tl.maximum(t, LOWEST_EXPONENT), [runs, 8]), 1)
+    return e_sum, et_sum
+
+
+@triton.jit
+def sweep_sums(row, V, k, shift, softcap, cap_slope, ENTROPY: tl.constexpr, BLOCK: tl.constexpr):
+    """(sum e, sum e*t) over a row, whose lines stay in L2 for the sweep that follows."""
+    head, body = row_body(row, V)
+    base = aligned(row, head)
+    lanes = tl.arange(0, BLOCK)
+    columns, mask = edge_columns(row, head, body, V)
+    edge = tl.load(row + columns, mask=mask, other=float("-inf"))
+    full = body // BLOCK * BLOCK
+    rest = tl.load(base + full + lanes, mask=lanes < body - full, other=float("-inf"), eviction_policy="evict_last")
+    e_sum, et_sum = sums(widen(rest), k, shift, softcap, cap_slope, ENTROPY)
+    for start in range(0, full, BLOCK):
+        x = tl.load(base + start + lanes, eviction_policy="evict_last")
+        e_block, et_block = sums(widen(x), k, shift, softcap, cap_slope, ENTROPY)
+        e_sum += e_block
+        et_sum += et_block
+    e_edge, et_edge = sums(widen(edge), k, shift, softcap, cap_slope, ENTROPY)
+    return tl.sum(e_sum, 0) + tl.sum(e_edge, 0), tl.sum(et_sum, 0) + tl.sum(et_edge, 0)
+
+
+@triton.jit
+def sweep_max(row, V, BLOCK: tl.constexpr):
+    """Largest logit of a row. Rarely run: plain masked loads in small blocks, to spare registers."""
+    small: tl.constexpr = BLOCK // 4
+    lanes = tl.arange(0, small)
+    largest = tl.full([small], float("-inf"), tl.float32)
+    for start in range(0, V, small):
+        x = tl.load(row + start + lanes, mask=lanes < V - start, other=float("-inf"))
+        largest = tl.maximum(largest, widen(x))
+    return tl.max(largest, 0)
+
+
+@triton.jit
+def load_target(row, token_id, V):
+    """(x_y, whether the id lies in the vocabulary); NaN for an id outside, which is never read."""
+    inside = (token_id >= 0) & (token_id < V)
+    return tl.load(row + tl.where(inside, token_id, 0), mask=inside, other=float("nan")).to(tl.float32), inside
+
+
+@triton.jit
+def statistics(row, V, x_y, k, softcap, cap_slope, ENTROPY: tl.constexpr, BLOCK: tl.constexpr):
+    """(reference, sum, logp, entropy) of a row, in nats; sum = sum_j e^((z_j - reference) / temperature)."""
+    z_y, _ = cap(x_y, softcap, cap_slope)
+    reference = z_y
+    row_k = exponent_scale(reference, k)
+    shift = reference * row_k
+    e_sum, et_sum = sweep_sums(row, V, row_k, shift, softcap, cap_slope, ENTROPY, BLOCK)
+    if not (e_sum <= TARGET_SUM_LIMIT):
+        reference, _ = cap(sweep_max(row, V, BLOCK), softcap, cap_slope)
+        row_k = exponent_scale(reference, k)
+        shift = reference * row_k
+        e_sum, et_sum = sweep_sums(row, V, row_k, shift, softcap, cap_slope, ENTROPY, BLOCK)
+    log2_sum = tl.log2(e_sum)
+    logp = (tl.fma(z_y, row_k, -shift) - log2_sum) * LN2
+    return reference, e_sum, logp, (log2_sum - et_sum / e_sum) * LN2
+
+
+@triton.jit
+def gradient_block(x, k, shift, a, b, softcap, cap_slope, ENTROPY: tl.constexpr):
+    t, e, derivative = exponents(x, k, shift, softcap, cap_slope)
+    factor = a
+    if ENTROPY:
+        factor = tl.fma(tl.maximum(t, LOWEST_EXPONENT), b, a)
+    return e * factor * derivative
+
+
+@triton.jit
+def write_gradient(row, out, V, token_id, x_y, logp, entropy, reference, e_sum, g, g_entropy, k, slope, softcap, cap_slope,
+                   ENTROPY: tl.constexpr, SAME_ALIGNMENT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """out_j = dz_j/dx_j * (g * (onehot_j - p_j) - g_entropy * p_j * (log p_j + H)); `out` may be `row`.
+
+    The target's entry comes from fp32 scalars, 1 - p_y = -expm1(logp), and overwrites the one of the sweep.
+    """
+    k = exponent_scale(reference, k)
+    shift = reference * k
+    # p_j * (log p_j + H) = e/sum * (t*ln2 - ln(sum) + H), so a row's coefficient is linear in t.
+    a = -g
+    b = 0.0
+    if ENTROPY:
+        a = a - g_entropy * (entropy - tl.log2(e_sum) * LN2)
+        b = -g_entropy * LN2 * (slope / e_sum)
+    a = a * (slope / e_sum)
+
+    head, body = row_body(row, V)
+    base = aligned(row, head)
+    out_base = out + head
+    if SAME_ALIGNMENT:
+        out_base = aligned(out, head)
+    lanes = tl.arange(0, BLOCK)
+    columns, mask = edge_columns(row, head, body, V)
+    edge = tl.load(row + columns, mask=mask, other=float("-inf"))
+    edge = gradient_block(widen(edge), k, shift, a, b, softcap, cap_slope, ENTROPY)
+    tl.store(out + columns, edge.to(out.dtype.element_ty), mask=mask)
+    full = body // BLOCK * BLOCK
+    for start in range(0, full, BLOCK):
+        x = tl.load(base + start + lanes, eviction_policy="evict_first")
+        d = gradient_block(widen(x), k, shift, a, b, softcap, cap_slope, ENTROPY)
+        tl.store(out_base + start + lanes, d.to(out.dtype.element_ty), eviction_policy="evict_first")
+    mask = lanes < body - full
+    x = tl.load(base + full + lanes, mask=mask, other=float("-inf"), eviction_policy="evict_first")
+    d = gradient_block(widen(x), k, shift, a, b, softcap, cap_slope, ENTROPY)
+    tl.store(out_base + full + lanes, d.to(out.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+
+    _, derivative = cap(x_y, softcap, cap_slope)
+    target = -g * expm1(logp)
+    if ENTROPY:
+        target -= g_entropy * exp(logp) * (logp + entropy)
+    target = tl.where(x_y == float("-inf"), 0.0, target * slope * derivative)
+    # Another thread wrote this entry in the sweep: order the two stores.
+    tl.debug_barrier()
+    tl.store(out + token_id, target.to(out.dtype.element_ty), mask=(token_id >= 0) & (token_id < V))
+
+
+@triton.jit
+def write_zeros(out, V, BLOCK: tl.constexpr):
+    head, body = row_body(out, V)
+    base = aligned(out, head)
+    lanes = tl.arange(0, BLOCK)
+    zeros = tl.zeros([BLOCK], out.dtype.element_ty)
+    columns, mask = edge_columns(out, head, body, V)
+    tl.store(out + columns, tl.zeros_like(columns).to(out.dtype.element_ty), mask=mask)
+    for start in range(0, body, BLOCK):
+        tl.store(base + start + lanes, zeros, mask=lanes < body - start, eviction_policy="evict_first")
+
+
+@triton.jit
+def exp(x):
+    """e^x to about 2e-7 relative over the whole range of fp32 (2^(x*log2e) alone loses |x|*6e-8)."""
+    n = tl.floor(tl.maximum(tl.minimum(x, 200.0), -200.0) * LOG2E + 0.5)
+    r = tl.fma(n, -0.693145751953125, x)  # ln 2 in two parts, the first with 16 bits, so that n * it is exact
+    r = tl.fma(n, -1.428606765330187e-06, r)
+    half = tl.floor(n * 0.5)  # in two factors, since 2^128 overflows before e^x does
+    value = tl.exp2(r * LOG2E) * tl.exp2(half) * tl.exp2(n - half)
+    return tl.where(tl.abs(x) < 200.0, value, tl.where(x > 0.0, float("inf"), tl.where(x < 0.0, 0.0, x)))
+
+
+@triton.jit
+def exp_remainder(x):
+    """e^x - x - 1 to 1e-6 relative: the series x^2/2! + x^3/3! + ... for |x| < 1."""
+    q = tl.fma(x, 1.0 / 11.0, 1.0)
+    q = tl.fma(x * q, 1.0 / 10.0, 1.0)
+    q = tl.fma(x * q, 1.0 / 9.0, 1.0)
+    q = tl.fma(x * q, 1.0 / 8.0, 1.0)
+    q = tl.fma(x * q, 1.0 / 7.0, 1.0)
+    q = tl.fma(x * q, 1.0 / 6.0, 1.0)
+    q = tl.fma(x * q, 1.0 / 5.0, 1.0)
+    q = tl.fma(x * q, 1.0 / 4.0, 1.0)
+    q = tl.fma(x * q, 1.0 / 3.0, 1.0)
+    series = 0.5 * x * x * q
+    e = exp(x)
+    large = tl.where(x > 60.0, e, (e - 1.0) - x)  # never inf - inf
+    return tl.where(tl.abs(x) < 1.0, series, large)
+
+
+@triton.jit
+def expm1(x):
+    """e^x - 1 to 1e-6 relative."""
+    return tl.where(tl.abs(x) < 1.0, x + exp_remainder(x), exp(x) - 1.0)
