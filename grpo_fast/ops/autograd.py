@@ -1,7 +1,8 @@
 """The autograd side of the logits path: two Functions, for the two schedules.
 
-Fused: statistics, objective and gradient in the forward; the backward only scales. Two-sweep: statistics in the forward,
-gradient in the backward from whatever arrives upstream. Both are differentiable once. Letters: B sequences, T tokens.
+Fused: statistics, objective and gradient in the forward; the backward only scales. Two-sweep: statistics in the
+forward, gradient in the backward from whatever arrives upstream. Both are differentiable once.
+Letters: B sequences, T tokens.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class FusedLoss(torch.autograd.Function):
 
 
 def scale_grad(grad: Tensor, upstream: Tensor, inplace: bool, backend: str) -> Tensor:
-    """grad * upstream, without a pass over memory when upstream is 1, and in the same memory when nobody needs it again."""
+    """grad * upstream: no pass over memory when upstream is 1, no new memory when nobody needs grad again."""
     upstream = upstream.to(torch.promote_types(grad.dtype, torch.float32))
     if inplace or _graph_is_freed():
         library.scale_(grad, upstream, backend)

@@ -3,7 +3,8 @@
     row_stats(logits, ids, valid, logps, entropy|None, row_max, row_sum, temperature, softcap, logit_scale)
     row_grad(logits, ids, valid, row_max, row_sum, logps, entropy|None, g, g_entropy|None, out, temperature, ...)
     grpo_loss(logits, ids, valid, advantages, weights|None, old_logps|None, ref_logps|None, coef, entropy_scale|None,
-              losses, logps, entropy|None, out, temperature, softcap, logit_scale, clip_low, clip_high, delta, beta, bias)
+              losses, logps, entropy|None, out, temperature, softcap, logit_scale, clip_low, clip_high, delta,
+              beta, bias_correction)
     scale_(grad, scale)
 
 All write into what they are given; `out` may be `logits`. row_stats makes (max, sum) for row_grad of the same backend.

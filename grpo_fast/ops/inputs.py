@@ -1,7 +1,7 @@
 """From the shapes users pass to the one shape the backends see: logits [B,T,V] and contiguous vectors [B,T].
 
-Letters: B sequences, T tokens of a sequence, N packed tokens, V vocabulary, D hidden. Packed input travels as one row of
-N tokens; `Sequences` alone knows where its sequences begin.
+Letters: B sequences, T tokens of a sequence, N packed tokens, V vocabulary, D hidden. Packed input travels as one row
+of N tokens; `Sequences` alone knows where its sequences begin.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Sequences:
 
     def per_token(self, name: str, value: Tensor) -> Tensor:
         """advantages or sampling_weights in any accepted shape, expanded to the token vectors' shape."""
-        batch, (rows, length) = self.num, self.shape
+        batch, length = self.num, self.shape[1]
         if self.cu_seqlens is None:
             if value.shape == (batch,):
                 value = value[:, None]
@@ -147,7 +147,7 @@ def _packed_sequences(cu_seqlens: Tensor, num_tokens: int, token_ids: Tensor) ->
     _same_device("cu_seqlens", cu_seqlens, token_ids)
     if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
         bounds = cu_seqlens.tolist()
-        if bounds[0] != 0 or bounds[-1] != num_tokens or any(a > b for a, b in zip(bounds, bounds[1:], strict=False)):
+        if bounds[0] != 0 or bounds[-1] != num_tokens or bounds != sorted(bounds):
             raise ValueError(f"cu_seqlens: expected non-decreasing from 0 to N = {num_tokens}, got {bounds[:8]}...")
     position = torch.arange(num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     index = torch.searchsorted(cu_seqlens[1:].contiguous(), position, right=True)

@@ -17,7 +17,10 @@ _LOSS_INPUTS = (
     "Tensor ids, Tensor valid, Tensor advantages, Tensor? weights, Tensor? old_logps, Tensor? ref_logps, "
     "Tensor coef, Tensor? entropy_scale, bool want_entropy"
 )
-_GRAD_INPUTS = "Tensor ids, Tensor valid, Tensor row_max, Tensor row_sum, Tensor logps, Tensor? entropy, Tensor g, Tensor? g_entropy"
+_GRAD_INPUTS = (
+    "Tensor ids, Tensor valid, Tensor row_max, Tensor row_sum, Tensor logps, Tensor? entropy, "
+    "Tensor g, Tensor? g_entropy"
+)
 
 
 def define(name: str, schema: str, body, fake) -> torch._ops.OpOverload:
@@ -29,7 +32,7 @@ def define(name: str, schema: str, body, fake) -> torch._ops.OpOverload:
 
 
 def check_ids(ids: Tensor, valid: Tensor, vocab: int) -> None:
-    """ValueError for an id that no column has, on the CPU; elsewhere its log-prob is NaN (looking would synchronise)."""
+    """ValueError for an id that no column has, on the CPU; elsewhere its log-prob is NaN (a look would synchronise)."""
     if ids.device.type != "cpu" or ids.numel() == 0:
         return
     bad = valid.bool() & ((ids < 0) | (ids >= vocab))
@@ -171,12 +174,13 @@ def _grpo_loss_fake(logits, *args):
 
 
 def _scale_(grad, scale, backend):
-    backends.functions(backend).scale_(grad, scale)
+    rows = grad.view((1,) * (3 - grad.dim()) + grad.shape)  # a head's gradients have one or two axes
+    backends.functions(backend).scale_(rows, scale)
 
 
 def _scale(grad, scale, backend):
     out = grad.clone()
-    backends.functions(backend).scale_(out, scale)
+    _scale_(out, scale, backend)
     return out
 
 

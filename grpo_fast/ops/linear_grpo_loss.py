@@ -203,10 +203,10 @@ def linear_grpo_loss(
     return_entropy: bool = False,
     backend: str | None = None,
 ) -> LossOutput:
-    """grpo_loss of hidden @ weight.T + bias, [N, V] never materialised: 3 GEMMs with a trainable head, 2 with a frozen one.
+    """grpo_loss of hidden @ weight.T + bias, without [N, V]: 3 GEMMs with a trainable head, 2 with a frozen one.
 
     At token level the gradients of hidden, weight and bias are formed in the forward, chunk by chunk, the weight's
-    accumulated in fp32. Sequence level, cispo and reduction="none" recompute the logits in the backward (one GEMM more).
+    accumulated in fp32. Sequence level, cispo, reduction="none" recompute the logits in the backward (one GEMM more).
     Tokens whose gradient is known to be zero are dropped before any GEMM: masked ones always; with beta == 0 and no
     entropy bonus also those with advantage * sampling_weight == 0 (at sequence level, whole such sequences). They keep
     their place in every denominator; `out.scored` is False and logps and entropy are 0 there.

@@ -1,7 +1,7 @@
 """The lm_head ops: chunks of rows through GEMM -> row kernel in place -> GEMM, so that [N,V] never exists.
 
-Letters: N rows (tokens), R rows of a chunk, V vocabulary, D hidden. `rows` are the int64 indices of the tokens to score;
-None scores all. Weight and bias gradients are accumulated in fp32 over the chunks and rounded once.
+Letters: N rows (tokens), R rows of a chunk, V vocabulary, D hidden. `rows` are the int64 indices of the tokens to
+score; None scores all. Weight and bias gradients are accumulated in fp32 over the chunks and rounded once.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def _power_of_two_below(coef: Tensor) -> Tensor:
 
 
 def _linear_grpo_loss(
-    hidden, weight, bias, rows, ids, valid, advantages, weights, old_logps, ref_logps, coef, entropy_scale, want_entropy,
-    need_hidden, need_weight, need_bias, temperature, softcap, logit_scale, clip_low, clip_high, delta, beta,
+    hidden, weight, bias, rows, ids, valid, advantages, weights, old_logps, ref_logps, coef, entropy_scale,
+    want_entropy, need_hidden, need_weight, need_bias, temperature, softcap, logit_scale, clip_low, clip_high, delta, beta,
     bias_correction, rows_per_chunk, backend,
 ):  # fmt: skip
     check_ids(ids, valid, weight.shape[0])
@@ -145,8 +145,8 @@ def _linear_grpo_loss(
 
 
 def _linear_grpo_loss_fake(
-    hidden, weight, bias, rows, ids, valid, advantages, weights, old_logps, ref_logps, coef, entropy_scale, want_entropy,
-    need_hidden, need_weight, need_bias, *rest,
+    hidden, weight, bias, rows, ids, valid, advantages, weights, old_logps, ref_logps, coef, entropy_scale,
+    want_entropy, need_hidden, need_weight, need_bias, *rest,
 ):  # fmt: skip
     losses, logps = torch.empty_like(coef), torch.empty_like(coef)
     entropy = torch.empty_like(coef) if want_entropy else coef.new_empty(0)

@@ -1,7 +1,7 @@
 """The objectives in plain PyTorch on [B,T] vectors: value, and by autograd the derivative, of every loss.
 
-This is the specification, and it also runs behind every backend wherever the coefficient of a token depends on more than
-the token (sequence level), or is applied in the backward (reduction="none", fp16). Letters: B sequences, T tokens.
+This is the specification, and it also runs behind every backend wherever the coefficient of a token depends on more
+than the token (sequence level), or is applied in the backward (reduction="none", fp16). Letters: B sequences, T tokens.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def token_losses(logps: Tensor, inputs: PolicyInputs, options: PolicyOptions) ->
 
 
 def _clip(logps: Tensor, log_ratio: Tensor, weighted: Tensor, options: PolicyOptions) -> Tensor:
-    """-min(min(r, delta) A, clip(r, 1-eps, 1+eps_high) A), decided on log-ratios (PPO, arXiv 1707.06347, equation 7)."""
+    """-min(min(r, delta) A, clip(r, 1-eps, 1+eps_high) A), by log-ratios (PPO, arXiv 1707.06347, equation 7)."""
     log_low, log_high, log_delta = options.log_bounds
     above = (weighted > 0) & (log_ratio > log_high)
     below = (weighted < 0) & (log_ratio < log_low)

@@ -1,7 +1,7 @@
 """The executable specification, in plain PyTorch: log-probs and entropy of a row, and their closed-form gradient.
 
-`row_logprobs` is textbook code under autograd and is what backend="reference" runs. `row_stats`, `row_grad`, `grpo_loss`
-and `scale_` are the backend contract (backends.py) written out, used where the reference works in place.
+`row_logprobs` is textbook code under autograd and is what backend="reference" runs. `row_stats`, `row_grad` and
+`scale_` are the backend contract (backends.py) written out, used where the reference works in place.
 """
 
 from __future__ import annotations

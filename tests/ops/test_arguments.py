@@ -106,7 +106,7 @@ def test_heads():
         gf.linear_grpo_loss(hidden, torch.zeros(9, 4), ids, advantages, bias=torch.zeros(8))
     with pytest.raises(ValueError, match="workspace_bytes"):
         gf.linear_grpo_loss(hidden, torch.zeros(9, 4), ids, advantages, workspace_bytes=0)
-    with pytest.raises(ValueError, match="live_rows.*misses flat index 1"):
+    with pytest.raises(ValueError, match=r"live_rows.*misses flat index 1"):
         gf.linear_grpo_loss(hidden, torch.zeros(9, 4), ids, advantages, live_rows=torch.tensor([0, 2, 3, 4, 5]))
     with pytest.raises(ValueError, match="live_rows"):
         gf.linear_grpo_loss(hidden, torch.zeros(9, 4), ids, advantages, live_rows=torch.tensor([99]))

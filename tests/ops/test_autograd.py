@@ -3,6 +3,7 @@
 import problems
 import pytest
 import torch
+from allocations import Allocations
 
 import grpo_fast as gf
 
@@ -121,8 +122,8 @@ class TestInPlace:
             gf.grpo_loss(logits.clone().requires_grad_(), **kwargs, inplace=True, backend=backend)
         with pytest.raises(ValueError, match="overlaps itself"):
             gf.grpo_loss(logits[:, :1].expand(3, 7, 37), **kwargs, inplace=True, backend=backend)
+        windows = torch.zeros(3 * 7 * 37).as_strided((3, 7, 37), (7 * 30, 30, 1))
         with pytest.raises(ValueError, match="overlaps itself"):
-            windows = torch.zeros(3 * 7 * 37).as_strided((3, 7, 37), (7 * 30, 30, 1))
             gf.token_logprobs(windows, kwargs["token_ids"], inplace=True, backend=backend)
 
     def test_nothing_is_written_without_a_gradient(self, backend):
@@ -204,25 +205,3 @@ def test_gradient_needs_no_second_copy(backend):
             (grad,) = torch.autograd.grad(loss, z)
         assert grad.shape == z.shape
         assert seen.large(size) == budget, f"inplace={inplace}: {seen.large(size)} tensors of the logits' size"
-
-
-class Allocations(torch.utils._python_dispatch.TorchDispatchMode):
-    """Sizes in bytes of the results that do not share memory with an argument of their op."""
-
-    def __enter__(self):
-        self.sizes = []
-        return super().__enter__()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        given = {storage.data_ptr() for storage in storages((args, kwargs))}
-        self.sizes += [storage.nbytes() for storage in storages(result) if storage.data_ptr() not in given]
-        return result
-
-    def large(self, size):
-        return sum(s >= size for s in self.sizes)
-
-
-def storages(tree):
-    leaves = torch.utils._pytree.tree_leaves(tree)
-    return [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, torch.Tensor)]

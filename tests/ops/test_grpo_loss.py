@@ -6,49 +6,12 @@ import oracle
 import problems
 import pytest
 import torch
+from problems import OPTIONS, split
 
 import grpo_fast as gf
 
 BACKENDS = problems.backends_here()
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 8e-3, torch.float16: 1.5e-3}
-
-OPTIONS = {
-    "plain": {},
-    "on-policy": {"old_logps": None},
-    "kl": {"beta": 0.1},
-    "corrected kl": {"beta": 0.1, "use_bias_correction_kl": True},
-    "corrected kl on-policy": {"beta": 0.1, "use_bias_correction_kl": True, "old_logps": None},
-    "weights": {"beta": 0.1, "use_weights": True},
-    "entropy": {"entropy_coef": 0.05, "return_entropy": True},
-    "delta": {"delta": 1.5, "epsilon_high": 0.28},
-    "epsilon 1": {"epsilon": 1.0},
-    "transform": {"temperature": 0.7, "softcap": 5.0, "logit_scale": 0.5, "entropy_coef": 0.05, "beta": 0.1},
-    "temperature": {"temperature": 1.7, "beta": 0.1},
-    "bnpo": {"loss_type": "bnpo", "beta": 0.1},
-    "dapo": {"loss_type": "dapo", "epsilon_high": 0.28},
-    "dr_grpo": {"loss_type": "dr_grpo", "max_completion_length": 9, "beta": 0.1},
-    "luspo": {"loss_type": "luspo", "beta": 0.1},
-    "denominators": {"denominator": 17, "entropy_denominator": 5, "entropy_coef": 0.1},
-    "sequence": {"importance_sampling_level": "sequence", "beta": 0.1},
-    "sequence bonus": {
-        "importance_sampling_level": "sequence", "beta": 0.1, "use_bias_correction_kl": True, "entropy_coef": 0.1,
-        "use_weights": True, "delta": 1.4,
-    },
-    "cispo": {"loss_type": "cispo", "epsilon_high": 1.1, "beta": 0.1},
-    "cispo sequence": {"loss_type": "cispo", "epsilon_high": 1.1, "importance_sampling_level": "sequence"},
-}  # fmt: skip
-
-
-def split(problem, options):
-    options = dict(options)
-    arguments = {k: v for k, v in problem.items() if k not in ("logits", "sampling_weights", "ref_logps")}
-    if options.pop("use_weights", False):
-        arguments["sampling_weights"] = problem["sampling_weights"]
-    if options.get("beta"):
-        arguments["ref_logps"] = problem["ref_logps"]
-    if "old_logps" in options:
-        arguments["old_logps"] = options.pop("old_logps")
-    return arguments, options
 
 
 def run(logits, arguments, options, **more):
@@ -331,12 +294,12 @@ def test_micro_batches_add_up(loss_type, sizes):
 
 def test_token_mean_is_global():
     """B45: micro-batches with token losses [6] and [1,1,1] have mean 2.25, not 3.5."""
-    total = torch.tensor(4)
-    parts = [
-        gf.grpo_loss(torch.zeros(1, n, 3), torch.zeros(1, n, dtype=torch.int64), torch.tensor([a]), loss_type="dapo", denominator=total)
-        for n, a in ((1, -6.0), (3, -1.0))
-    ]  # fmt: skip
-    assert sum(part.loss for part in parts).item() == pytest.approx(2.25)
+    total = 0.0
+    for length, advantage in ((1, -6.0), (3, -1.0)):
+        ids = torch.zeros(1, length, dtype=torch.int64)
+        logits, advantages = torch.zeros(1, length, 3), torch.tensor([advantage])
+        total += gf.grpo_loss(logits, ids, advantages, loss_type="dapo", denominator=torch.tensor(4)).loss
+    assert total.item() == pytest.approx(2.25)
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "luspo", "dr_grpo", "bnpo", "dapo"])

@@ -68,3 +68,43 @@ def relative_error(actual, expected):
         return 0.0
     scale = expected.abs().max().clamp(min=1e-30)
     return ((actual.double() - expected).abs().max() / scale).item()
+
+
+OPTIONS = {
+    "plain": {},
+    "on-policy": {"old_logps": None},
+    "kl": {"beta": 0.1},
+    "corrected kl": {"beta": 0.1, "use_bias_correction_kl": True},
+    "corrected kl on-policy": {"beta": 0.1, "use_bias_correction_kl": True, "old_logps": None},
+    "weights": {"beta": 0.1, "use_weights": True},
+    "entropy": {"entropy_coef": 0.05, "return_entropy": True},
+    "delta": {"delta": 1.5, "epsilon_high": 0.28},
+    "epsilon 1": {"epsilon": 1.0},
+    "transform": {"temperature": 0.7, "softcap": 5.0, "logit_scale": 0.5, "entropy_coef": 0.05, "beta": 0.1},
+    "temperature": {"temperature": 1.7, "beta": 0.1},
+    "bnpo": {"loss_type": "bnpo", "beta": 0.1},
+    "dapo": {"loss_type": "dapo", "epsilon_high": 0.28},
+    "dr_grpo": {"loss_type": "dr_grpo", "max_completion_length": 9, "beta": 0.1},
+    "luspo": {"loss_type": "luspo", "beta": 0.1},
+    "denominators": {"denominator": 17, "entropy_denominator": 5, "entropy_coef": 0.1},
+    "sequence": {"importance_sampling_level": "sequence", "beta": 0.1},
+    "sequence bonus": {
+        "importance_sampling_level": "sequence", "beta": 0.1, "use_bias_correction_kl": True, "entropy_coef": 0.1,
+        "use_weights": True, "delta": 1.4,
+    },
+    "cispo": {"loss_type": "cispo", "epsilon_high": 1.1, "beta": 0.1},
+    "cispo sequence": {"loss_type": "cispo", "epsilon_high": 1.1, "importance_sampling_level": "sequence"},
+}  # fmt: skip
+
+
+def split(problem, options):
+    """(tensors, options) to call a loss with; ref_logps and sampling_weights only where the options use them."""
+    options = dict(options)
+    arguments = {k: v for k, v in problem.items() if k not in ("logits", "sampling_weights", "ref_logps")}
+    if options.pop("use_weights", False):
+        arguments["sampling_weights"] = problem["sampling_weights"]
+    if options.get("beta"):
+        arguments["ref_logps"] = problem["ref_logps"]
+    if "old_logps" in options:
+        arguments["old_logps"] = options.pop("old_logps")
+    return arguments, options

@@ -1,0 +1,237 @@
+"""The lm_head path against the logits path in float64: loss, all gradients, dead rows, chunks."""
+
+import problems
+import pytest
+import torch
+from allocations import Allocations
+from problems import OPTIONS, split
+
+import grpo_fast as gf
+from grpo_fast.ops import linear_library
+
+BACKENDS = problems.backends_here()
+WIDTH = 13
+
+
+def head(problem, seed=1, dtype=torch.float32):
+    """hidden [B,T,D], weight [V,D], bias [V] for the problem's tokens; moves its old and reference log-probs to them."""
+    generator = torch.Generator().manual_seed(seed)
+    shape, vocab = problem["token_ids"].shape, problem["logits"].shape[-1]
+    hidden = torch.randn(*shape, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
+    weight = torch.randn(vocab, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
+    bias = torch.randn(vocab, generator=generator, dtype=torch.float64).to(dtype)
+    before, after = problem["logits"].double(), hidden.double() @ weight.double().t() + bias.double()
+    target = problem["token_ids"][..., None]
+    moved = torch.log_softmax(after, -1).gather(-1, target) - torch.log_softmax(before, -1).gather(-1, target)
+    for name in ("old_logps", "ref_logps"):
+        problem[name] = (problem[name] + moved[..., 0]).float()
+    return hidden, weight, bias
+
+
+def truth(tensors, arguments, options):
+    """By the reference's logits path in float64, with grads of all three."""
+    hidden, weight, bias = (t.double().requires_grad_() for t in tensors)
+    clean = torch.where(arguments["mask"][..., None], hidden, 0.0)
+    arguments = {k: v.double() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in arguments.items()}
+    out = gf.grpo_loss(clean @ weight.t() + bias, **arguments, **options)
+    return out, torch.autograd.grad(out.loss, (hidden, weight, bias))
+
+
+def run(tensors, arguments, options, **more):
+    hidden, weight, bias = (t.clone().requires_grad_() for t in tensors)
+    out = gf.linear_grpo_loss(hidden, weight, **arguments, bias=bias, **options, **more)
+    return out, torch.autograd.grad(out.loss, (hidden, weight, bias))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_loss_and_gradients(backend, name, packed):
+    problem = problems.make(packed=packed)
+    tensors = head(problem)
+    arguments, options = split(problem, OPTIONS[name])
+    expected, grads = truth(tensors, arguments, options)
+    dirty, _ = split(problems.poison(problem), OPTIONS[name])
+    tensors[0][~problem["mask"]] = torch.nan
+    out, actual = run(tensors, dirty, options, backend=backend, workspace_bytes=4 * 37 * 5)
+    assert abs(out.loss - expected.loss) < 5e-6 * max(1, abs(expected.loss))
+    for a, e in zip(actual, grads, strict=True):
+        assert problems.relative_error(a, e) < 5e-6
+    assert problems.relative_error(out.logps * out.scored, expected.logps * out.scored) < 5e-6
+
+
+@pytest.mark.parametrize("rows", [1, 7, 64, 1000])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_chunk_size_changes_nothing(backend, rows):
+    """B38: 259 tokens in chunks of 1, 7, 64 and all, with every per-sequence broadcast."""
+    problem = problems.make(batch=37, length=7, vocab=40)
+    problem["advantages"] = problem["advantages"][:, 0]
+    arguments, options = split(problem, {"beta": 0.1, "entropy_coef": 0.1})
+    tensors = head(problem)
+    expected, grads = run(tensors, arguments, options, backend=backend, workspace_bytes=4 * 40 * 10_000)
+    out, actual = run(tensors, arguments, options, backend=backend, workspace_bytes=4 * 40 * rows)
+    assert torch.allclose(out.loss, expected.loss, rtol=1e-6)
+    for a, e in zip(actual, grads, strict=True):
+        assert problems.relative_error(a, e) < 2e-6
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bf16_weight_gradient_is_rounded_once(backend):
+    """B40: 256 tokens, many chunks: as good as one chunk."""
+    problem = problems.make(batch=1, length=256, vocab=40, all_valid=True)
+    hidden, weight, _ = head(problem, dtype=torch.bfloat16)
+    arguments, _ = split(problem, {})
+    arguments["old_logps"] = None
+
+    def grad(workspace):
+        leaf = weight.clone().requires_grad_()
+        gf.linear_grpo_loss(hidden, leaf, **arguments, workspace_bytes=workspace, backend=backend).loss.backward()
+        return leaf.grad
+
+    one, many = grad(2 * 40 * 256), grad(2 * 40)
+    assert one.dtype == torch.bfloat16
+    assert problems.relative_error(many, one) < 2**-8
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("needed", [(True, False), (False, True), (False, False)], ids=str)
+def test_only_what_needs_a_gradient_gets_one(backend, needed):
+    """B39: a frozen head has no [V, D] gradient, and none is allocated."""
+    problem = problems.make(batch=2, vocab=37)
+    hidden, weight, _ = head(problem)
+    arguments, options = split(problem, {"beta": 0.1})
+    full = run((hidden, weight, torch.zeros(37)), arguments, options, backend=backend)
+    hidden, weight = hidden.requires_grad_(needed[0]), weight.requires_grad_(needed[1])
+    out = gf.linear_grpo_loss(hidden, weight, **arguments, **options, backend=backend)
+    assert torch.allclose(out.loss, full[0].loss, rtol=1e-6)
+    if not any(needed):
+        assert not out.loss.requires_grad
+        return
+    out.loss.backward()
+    for tensor, wanted, expected in zip((hidden, weight), needed, full[1], strict=False):
+        assert (tensor.grad is not None) == wanted
+        if wanted:
+            assert problems.relative_error(tensor.grad, expected) < 1e-6
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_dead_rows_are_dropped_and_nothing_changes(backend):
+    problem = problems.make(batch=4, length=6)
+    problem["advantages"][2] = 0.0
+    problem["sampling_weights"][3, 2] = 0.0
+    tensors = head(problem)
+    arguments, options = split(problem, {"loss_type": "dapo", "use_weights": True})
+    expected, grads = truth(tensors, arguments, options)
+    dead = (problem["advantages"] * problem["sampling_weights"] == 0) & problem["mask"]
+    for more in ({}, {"score_dead_rows": True}, {"live_rows": (problem["mask"] & ~dead).flatten().nonzero()[:, 0]}):
+        out, actual = run(tensors, arguments, options, backend=backend, **more)
+        assert torch.allclose(out.loss.double(), expected.loss, rtol=1e-5)
+        for a, e in zip(actual, grads, strict=True):
+            assert problems.relative_error(a, e) < 5e-6
+        live = problem["mask"] if "score_dead_rows" in more else problem["mask"] & ~dead
+        assert torch.equal(out.scored, live)
+        assert (out.logps[~out.scored] == 0).all()
+        assert out.metrics.tokens == problem["mask"].sum()
+        assert out.metrics.scored_tokens == live.sum()
+    for options in ({"beta": 0.1, "ref_logps": problem["ref_logps"]}, {"entropy_coef": 0.1}):
+        out = gf.linear_grpo_loss(*tensors[:2], **arguments, **options, backend=backend)
+        assert torch.equal(out.scored, problem["mask"]), "with a KL or an entropy bonus only masked rows are dead"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_dead_rows_at_sequence_level(backend):
+    """One live token keeps its whole sequence: the others enter its ratio."""
+    problem = problems.make(batch=3, length=5, all_valid=True)
+    problem["advantages"] = torch.zeros(3, 5)
+    problem["advantages"][1, 2] = 1.0
+    arguments, options = split(problem, {"importance_sampling_level": "sequence"})
+    tensors = head(problem)
+    _, grads = truth(tensors, arguments, options)
+    out, actual = run(tensors, arguments, options, backend=backend)
+    assert out.scored.all(1).tolist() == [False, True, False]
+    assert problems.relative_error(actual[1], grads[1]) < 5e-6
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (2, 0), (0, 3)], ids=["masked", "T=0", "B=0"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nothing_valid(backend, shape):
+    hidden = torch.full((*shape, 4), torch.nan, requires_grad=True)
+    weight, bias = torch.randn(9, 4, requires_grad=True), torch.zeros(9, requires_grad=True)
+    ids, mask = torch.full(shape, -100), torch.zeros(shape)
+    out = gf.linear_grpo_loss(hidden, weight, ids, torch.ones(shape[0]), mask, bias=bias, backend=backend)
+    out.loss.backward()
+    assert out.loss == 0
+    for tensor in (hidden, weight, bias):
+        assert tensor.grad.shape == tensor.shape
+        assert (tensor.grad == 0).all()
+
+
+@pytest.mark.parametrize("transform", [{}, {"temperature": 0.7, "softcap": 3.0, "logit_scale": 0.0625}])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_linear_token_logprobs(backend, transform):
+    """B51 too: bias, scale, softcap and temperature all reach the head."""
+    problem = problems.make()
+    tensors = [t.requires_grad_() for t in head(problem)]
+    hidden, weight, bias = tensors
+    mask, ids = problem["mask"], problem["token_ids"]
+    values = gf.linear_token_logprobs(
+        hidden, weight, ids, mask, bias=bias, return_entropy=True, workspace_bytes=800, backend=backend, **transform
+    )
+    upstream = torch.randn(3, 7)
+    grads = torch.autograd.grad((values.logps * upstream + values.entropy * 0.3).sum(), tensors)
+    exact = [t.detach().double().requires_grad_() for t in tensors]
+    spec = gf.token_logprobs(exact[0] @ exact[1].t() + exact[2], ids, mask, return_entropy=True, **transform)
+    expected = torch.autograd.grad((spec.logps * upstream + spec.entropy * 0.3).sum(), exact)
+    assert problems.relative_error(values.logps, spec.logps) < 2e-6
+    assert problems.relative_error(values.entropy, spec.entropy) < 2e-6
+    for a, e in zip(grads, expected, strict=True):
+        assert problems.relative_error(a, e) < 5e-6
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str)
+def test_mixed_dtypes_and_autocast(backend, dtypes):
+    """B41: gradients have their parameter's dtype."""
+    problem = problems.make()
+    hidden, weight, _ = head(problem)
+    arguments, options = split(problem, {})
+    hidden, weight = hidden.to(dtypes[0]).requires_grad_(), weight.to(dtypes[1]).requires_grad_()
+    for autocast in (False, True):
+        hidden.grad = weight.grad = None
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = gf.linear_grpo_loss(hidden, weight, **arguments, **options, backend=backend).loss
+            more = gf.linear_token_logprobs(
+                hidden, weight, problem["token_ids"], problem["mask"], backend=backend
+            ).sum()
+        (loss + more).backward()
+        assert hidden.grad.dtype == dtypes[0]
+        assert weight.grad.dtype == dtypes[1]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_fp16_head_survives_small_coefficients(backend):
+    problem = problems.make()
+    hidden, weight, _ = head(problem, dtype=torch.float16)
+    arguments, options = split(problem, {"denominator": 10**7})
+    leaf, exact = weight.clone().requires_grad_(), weight.double().requires_grad_()
+    (gf.linear_grpo_loss(hidden, leaf, **arguments, **options, backend=backend).loss * 2.0**20).backward()
+    (gf.linear_grpo_loss(hidden.double(), exact, **arguments, **options).loss * 2.0**20).backward()
+    assert problems.relative_error(leaf.grad, exact.grad) < 3e-3
+
+
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "reference"])
+def test_logits_never_exist_whole(backend):
+    """Nothing of N*V elements is allocated below the op, in forward or backward."""
+    problem = problems.make(batch=4, length=32, vocab=512)
+    hidden, weight, _ = head(problem)
+    arguments, _ = split(problem, {})
+    whole = 4 * 128 * 512
+    with Allocations() as seen:
+        linear_library._linear_grpo_loss(
+            hidden.flatten(0, 1), weight, None, None, arguments["token_ids"].reshape(1, -1),
+            arguments["mask"].reshape(1, -1), arguments["advantages"].reshape(1, -1), None, None, None,
+            torch.ones(1, 128), None, False, True, True, False, 1.0, 0.0, 1.0, 0.8, 1.2, float("inf"), 0.0, False, 16,
+            backend,
+        )  # fmt: skip
+    assert max(seen.sizes) >= whole // 8, "the count sees the chunks"
+    assert seen.large(whole // 4) == 0
