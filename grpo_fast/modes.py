@@ -39,3 +39,9 @@ def update_mode(model: nn.Module) -> Iterator[None]:
         finally:
             for layer, name, value in saved:
                 setattr(layer, name, value)
+
+
+def enable_gradient_checkpointing(model: nn.Module) -> None:
+    """Recompute the activations of the model's layers in the backward."""
+    enable = getattr(model, "activation_checkpointing_enable", None)  # its name in newer versions of transformers
+    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})

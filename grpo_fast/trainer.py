@@ -26,6 +26,7 @@ from grpo_fast.metrics import (
     reward_metrics,
 )
 from grpo_fast.model import load_policy
+from grpo_fast.modes import enable_gradient_checkpointing
 from grpo_fast.prompts import EncodedPrompt, PromptSource, decode_completion
 from grpo_fast.reference_model import make_reference, reference_dtype
 from grpo_fast.rewards import RESERVED, Rewards, Scores
@@ -85,7 +86,7 @@ class GRPOTrainer:
         if eval_dataset:
             self.eval_prompts = self._prompt_source(eval_dataset, shuffle=False).first(args.eval.num_prompts)
         if args.model.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            enable_gradient_checkpointing(model)
         self.eos_ids = eos_token_ids(model, self.tokenizer)
         self.rollout = rollout or TransformersRollout(model, self.tokenizer)
         self.update = GRPOUpdate(self._make_forward(model), args)

@@ -109,8 +109,8 @@ class TransformersRollout:
                 )
             if limit is not None and len(prompt) + max_tokens > limit:
                 raise ValueError(
-                    f"prompts[{index}]: {len(prompt)} tokens and completions of up to {max_tokens} exceed the "
-                    f"model's {limit} positions. Set rollout.max_completion_length={limit - len(prompt)} or less"
+                    f"prompts[{index}]: {len(prompt)} + {max_tokens} tokens exceed the model's {limit} positions. "
+                    f"Set rollout.max_completion_length={limit - len(prompt)} or less"
                 )
 
     @contextmanager

@@ -1,0 +1,279 @@
+"""One update against an independent computation: float64, a sequence at a time, no padding, no fused loss."""
+
+import copy
+
+import pytest
+import torch
+from tiny_models import EOS, make_model
+
+from grpo_fast.batching import make_micro_batches
+from grpo_fast.config import GRPOConfig, LossConfig, OptimConfig, RolloutConfig
+from grpo_fast.forward import PaddedForward, find_linear_head
+from grpo_fast.modes import enable_gradient_checkpointing
+from grpo_fast.rollout import Rollout
+from grpo_fast.update import GRPOUpdate
+
+PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15, 16], [17]]
+COMPLETIONS = [[20, 21, EOS], [22, 0, 23, 24, 25, EOS], [], [EOS], [26, 27], [28, 29, 30, 31, 32, 33, 34]]
+ROLLOUTS = [
+    Rollout(prompt_ids=tuple(PROMPTS[index // 2]), completion_ids=tuple(ids), truncated=not ids)
+    for index, ids in enumerate(COMPLETIONS)
+]
+ADVANTAGES = torch.tensor([1.0, -1.0, 0.5, -0.5, 0.0, 0.75])
+LENGTHS = [len(ids) for ids in COMPLETIONS]
+LONGEST = 8
+
+
+def plain_logps(model, rollout, temperature):
+    ids = torch.tensor([[*rollout.prompt_ids, *rollout.completion_ids]])
+    distribution = (model(ids, use_cache=False).logits[0] / temperature).log_softmax(-1)
+    rows = distribution[len(rollout.prompt_ids) - 1 : -1]
+    chosen = rows[torch.arange(len(rows)), list(rollout.completion_ids)]
+    return chosen, -(rows.exp() * rows).sum(-1)
+
+
+def plain_loss(model, options: LossConfig, temperature, old=None, reference=None):
+    """Straight from the formulas; `old` and `reference` are models."""
+    total, entropies = torch.zeros((), dtype=torch.float64), []
+    tokens = sum(LENGTHS)
+    divisor = {
+        "grpo": len(ROLLOUTS),
+        "luspo": len(ROLLOUTS),
+        "dr_grpo": len(ROLLOUTS) * LONGEST,
+        "bnpo": tokens,
+        "dapo": tokens,
+    }[options.loss_type]
+    for rollout, advantage in zip(ROLLOUTS, ADVANTAGES.double(), strict=True):
+        if not rollout.completion_ids:
+            continue
+        logps, entropy = plain_logps(model, rollout, temperature)
+        with torch.no_grad():
+            before = logps.detach() if old is None else plain_logps(old, rollout, temperature)[0]
+        ratio = (logps - before).exp()
+        clipped = ratio.clamp(1 - options.epsilon, 1 + options.epsilon)
+        per_token = -torch.minimum(ratio * advantage, clipped * advantage)
+        if reference is not None:
+            with torch.no_grad():
+                anchor = plain_logps(reference, rollout, temperature)[0]
+            per_token = per_token + options.beta * ((anchor - logps).exp() - (anchor - logps) - 1)
+        total = total + (per_token.mean() if options.loss_type == "grpo" else per_token.sum())
+        entropies.append(entropy)
+    return total / divisor - options.entropy_coef * torch.cat(entropies).sum() / tokens
+
+
+class Recorded(GRPOUpdate):
+    """Keeps every iteration's gradients."""
+
+    def _optimizer_step(self):
+        self.gradients = [*getattr(self, "gradients", []), gradients_of(self.forward.model)]
+        return super()._optimizer_step()
+
+
+def gradients_of(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def run_update(model, *, max_tokens=10**6, reference=None, temperature=1.0, learning_rate=0.1, **loss):
+    args = GRPOConfig(
+        max_steps=10,
+        rollout=RolloutConfig(max_completion_length=LONGEST, temperature=temperature),
+        loss=LossConfig(**loss),
+        optim=OptimConfig(learning_rate=learning_rate, max_grad_norm=1e9, lr_scheduler_type="constant"),
+    )
+    update = Recorded(PaddedForward(model, temperature=temperature, backend=args.loss.backend), args)
+    batches = make_micro_batches(ROLLOUTS, ADVANTAGES, LENGTHS, max_tokens=max_tokens, pad_id=0)
+    ref_logps = [None] * len(batches)
+    if reference is not None:
+        ref_logps = [PaddedForward(reference, temperature=temperature).logprobs(batch) for batch in batches]
+    return update, update(batches, ref_logps, LENGTHS, 0)
+
+
+def assert_close(got: dict, expected: dict, tolerance: float):
+    assert got.keys() == expected.keys()
+    largest = max(gradient.abs().max().item() for gradient in expected.values())
+    for name, gradient in expected.items():
+        assert (got[name] - gradient).abs().max().item() <= tolerance * largest, name
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2", "cohere", "granite"])
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+def test_update_equals_the_formulas(kind, beta):
+    model = make_model(kind).double()
+    reference = make_model(kind, seed=1).double() if beta else None
+    options = LossConfig(beta=beta, entropy_coef=0.05)
+    expected = plain_loss(copy.deepcopy(model).eval(), options, 0.7, reference=reference and reference.eval())
+    clean = copy.deepcopy(model).eval()
+    plain_loss(clean, options, 0.7, reference=reference).backward()
+    update, metrics = run_update(
+        model, temperature=0.7, reference=reference, beta=beta, entropy_coef=0.05, max_tokens=24
+    )
+    assert update.forward.head is not None  # the loss is computed from hidden states
+    assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-6)
+    assert abs(metrics["loss"]) > 1e-3
+    assert_close(update.gradients[0], gradients_of(clean), 1e-6)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "luspo", "dr_grpo", "bnpo", "dapo"])
+def test_loss_types(loss_type):
+    model = make_model("llama").double()
+    reference = make_model("llama", seed=1).double().eval()
+    clean = copy.deepcopy(model).eval()
+    loss = plain_loss(clean, LossConfig(beta=0.3, loss_type=loss_type), 1.0, reference=reference)
+    loss.backward()
+    update, metrics = run_update(model, loss_type=loss_type, beta=0.3, reference=reference, max_tokens=1)
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    assert_close(update.gradients[0], gradients_of(clean), 1e-6)
+
+
+def test_second_iteration_clips_against_the_frozen_first():
+    model = make_model("llama").double()
+    old = copy.deepcopy(model).eval()
+    options = LossConfig(beta=0.0, num_iterations=2)
+    update, metrics = run_update(model, num_iterations=2, beta=0.0, max_tokens=24, learning_rate=0.02)
+    stepped = copy.deepcopy(old)
+    optimizer = torch.optim.AdamW(stepped.parameters(), lr=0.02, weight_decay=0.0)
+    losses = []
+    for _ in range(2):
+        loss = plain_loss(stepped, options, 1.0, old=old)
+        optimizer.zero_grad()
+        loss.backward()
+        losses.append(loss.item())
+        gradients = gradients_of(stepped)
+        optimizer.step()
+    assert_close(update.gradients[1], gradients, 1e-5)
+    assert metrics["loss"] == pytest.approx(sum(losses) / 2, rel=1e-5)
+    assert metrics["clip_ratio/region_mean"] > 0.05  # the second pass is off-policy and clips
+    assert_close(dict(model.named_parameters()), dict(stepped.named_parameters()), 1e-4)
+
+
+@pytest.mark.parametrize("logits_path", [False, True])
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
+def test_any_split_equals_one_batch(loss_type, logits_path, monkeypatch):
+    if logits_path:
+        monkeypatch.setattr("grpo_fast.forward.find_linear_head", lambda model: (None, "from logits"))
+    results = []
+    for max_tokens in (10**6, 40, 24, 1):
+        model, reference = make_model("llama"), make_model("llama", seed=1)
+        update, metrics = run_update(
+            model,
+            loss_type=loss_type,
+            beta=0.1,
+            entropy_coef=0.01,
+            reference=reference,
+            max_tokens=max_tokens,
+            num_iterations=2,
+        )
+        results.append((metrics, update.gradients))
+    whole_metrics, whole_gradients = results[0]
+    for metrics, gradients in results[1:]:
+        assert metrics["loss"] == pytest.approx(whole_metrics["loss"], rel=1e-6, abs=1e-6)
+        assert_close(gradients[0], whole_gradients[0], 1e-6)
+        for name in ("kl", "entropy", "ratio/mean", "clip_ratio/region_mean"):
+            assert metrics[name] == pytest.approx(whole_metrics[name], rel=1e-3, abs=1e-6), name
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2", "cohere", "granite"])
+def test_loss_from_logits_equals_loss_from_hidden_states(kind, monkeypatch):
+    by_path = []
+    for logits_path in (False, True):
+        model, reference = make_model(kind), make_model(kind, seed=1)
+        if logits_path:
+            monkeypatch.setattr("grpo_fast.forward.find_linear_head", lambda model: (None, "from logits"))
+        update, metrics = run_update(
+            model, beta=0.1, entropy_coef=0.01, temperature=0.8, reference=reference, max_tokens=40
+        )
+        by_path.append((metrics, update.gradients[0]))
+    (hidden_metrics, hidden), (logits_metrics, logits) = by_path
+    assert logits_metrics == pytest.approx(hidden_metrics, rel=1e-4, abs=1e-6)
+    assert_close(logits, hidden, 1e-5)
+
+
+def test_models_without_logits_to_keep(monkeypatch):
+    monkeypatch.setattr("grpo_fast.forward.find_linear_head", lambda model: (None, "from logits"))
+    expected, _ = run_update(make_model("llama"), beta=0.0)
+    model = make_model("llama")
+    model._supports_logits_to_keep = lambda: False
+    update, _ = run_update(model, beta=0.0)
+    assert_close(update.gradients[0], expected.gradients[0], 1e-6)
+
+
+def test_row_t_is_scored_at_position_p_minus_1_plus_t():
+    model = make_model("llama").eval()
+    rollout = Rollout(prompt_ids=(5, 6, 7, 8, 9), completion_ids=(20, 21, 22, 23), truncated=True)
+    (batch,) = make_micro_batches([rollout], torch.ones(1), [4], max_tokens=64, pad_id=0)
+    distribution = model(torch.tensor([[5, 6, 7, 8, 9, 20, 21, 22, 23]])).logits[0].log_softmax(-1)
+    expected = [distribution[4 + t, token].item() for t, token in enumerate((20, 21, 22, 23))]
+    assert PaddedForward(model).logprobs(batch).tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_heads():
+    for kind in ("llama", "gpt2", "gemma2", "cohere", "granite"):
+        head, reason = find_linear_head(make_model(kind))
+        assert head is not None
+        assert reason.startswith("loss from hidden states")
+    assert find_linear_head(make_model("gemma2"))[0].softcap == 30.0
+    assert find_linear_head(make_model("granite"))[0].logit_scale == pytest.approx(1 / 3)
+
+
+def test_an_unnamed_transformation_is_noticed():
+    model = make_model("llama")
+    forward = model.forward
+
+    def shifted(*args, **kwargs):
+        out = forward(*args, **kwargs)
+        out.logits = out.logits * 1.5
+        return out
+
+    model.forward = shifted
+    head, reason = find_linear_head(model)
+    assert head is None
+    assert "as its configuration does not name" in reason
+
+
+def test_a_head_that_is_no_plain_linear_layer():
+    class Adapter(torch.nn.Linear):
+        pass
+
+    model = make_model("llama")
+    model.lm_head = Adapter(32, 47, bias=False)
+    head, reason = find_linear_head(model)
+    assert head is None
+    assert "the head is a Adapter" in reason
+    _, metrics = run_update(model, beta=0.0)
+    assert metrics["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_gradient_checkpointing_gives_the_same_gradients(kind):
+    plain, _ = run_update(make_model(kind), beta=0.0)
+    model = make_model(kind)
+    model.train()
+    enable_gradient_checkpointing(model)
+    update, _ = run_update(model, beta=0.0)
+    assert_close(update.gradients[0], plain.gradients[0], 1e-6)
+    assert model.training
+
+
+def test_dropout_leaves_ratio_one_and_kl_zero():
+    model = make_model("gpt2").train()  # dropout 0.1
+    _, metrics = run_update(model, beta=0.1, reference=copy.deepcopy(model).eval())
+    assert metrics["kl"] == pytest.approx(0, abs=1e-9)
+    assert metrics["ratio/min"] == metrics["ratio/max"] == 1.0
+
+
+def test_nothing_to_train_on_is_no_optimizer_step():
+    model = make_model("llama")
+    before = copy.deepcopy(model.state_dict())
+    update = GRPOUpdate(PaddedForward(model), GRPOConfig(max_steps=4))
+    assert update([], [], [0, 0], 2) == {"loss": 0.0, "grad_norm": 0.0, "learning_rate": 5e-7}
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_kl_is_absent_without_a_reference_and_clip_ratios_follow_the_loss():
+    _, metrics = run_update(make_model("llama"), beta=0.0)
+    assert "kl" not in metrics
+    assert "cispo_clip_ratio" not in metrics
+    assert metrics["clip_ratio/region_mean"] == 0.0
+    _, metrics = run_update(make_model("llama"), beta=0.0, loss_type="cispo", epsilon_high=2.0, backend="reference")
+    assert not [name for name in metrics if name.startswith("clip_ratio")]
+    assert metrics["cispo_clip_ratio"] == 0.0
