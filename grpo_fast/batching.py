@@ -78,9 +78,7 @@ def make_micro_batches(
     return [_collate([kept[g] for g in group], rollouts, advantages, pad_id, device) for group in groups]
 
 
-def _collate(
-    rows: list[int], rollouts: Sequence[Rollout], advantages: Tensor, pad_id: int, device
-) -> MicroBatch:
+def _collate(rows: list[int], rollouts: Sequence[Rollout], advantages: Tensor, pad_id: int, device) -> MicroBatch:
     sequences = [rollouts[row].prompt_ids + rollouts[row].completion_ids for row in rows]
     width = max(map(len, sequences))
     input_ids = torch.tensor([[*sequence, *[pad_id] * (width - len(sequence))] for sequence in sequences])

@@ -55,11 +55,7 @@ def find_linear_head(model: nn.Module) -> tuple[LinearHead | None, str]:
         expected = model(input_ids=probe, use_cache=False).logits.float()
         got = None if hidden is None or hidden.shape[-1] != layer.in_features else head.logits(hidden).float()
     tolerance = 1e-4 if layer.weight.dtype in (torch.float32, torch.float64) else 2e-2
-    if (
-        got is None
-        or got.shape != expected.shape
-        or not torch.allclose(got, expected, rtol=tolerance, atol=tolerance)
-    ):
+    if got is None or got.shape != expected.shape or not torch.allclose(got, expected, rtol=tolerance, atol=tolerance):
         return (
             None,
             "loss from logits: the model changes hidden states or logits as its configuration does not name",
@@ -93,9 +89,7 @@ class PaddedForward:
         self.head, self.reason = find_linear_head(model)
         _logger.info("%s: %s", type(model).__name__, self.reason)
 
-    def loss(
-        self, batch: MicroBatch, *, old_logps: Tensor | None, ref_logps: Tensor | None, **options
-    ) -> UpdateOutput:
+    def loss(self, batch: MicroBatch, *, old_logps: Tensor | None, ref_logps: Tensor | None, **options) -> UpdateOutput:
         """The loss of a micro-batch; old_logps, ref_logps: float [N]; options: of `grpo_fast.grpo_loss`."""
         options = {**self.options, **options, "return_entropy": True}
         with self._autocast():

@@ -53,9 +53,7 @@ def reward_metrics(scores: Scores, names: Sequence[str], group_size: int) -> dic
     """
     groups = scores.total.view(-1, group_size)
     answered = groups.isfinite()
-    spread = torch.where(answered, groups, -math.inf).amax(1) - torch.where(answered, groups, math.inf).amin(
-        1
-    )
+    spread = torch.where(answered, groups, -math.inf).amax(1) - torch.where(answered, groups, math.inf).amin(1)
     metrics = {
         "reward": scores.total.nanmean(),
         "reward_std": _nanstd(groups, 1).nanmean(),
@@ -128,9 +126,7 @@ class MetricsLog:
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError as error:
-                raise ImportError(
-                    "log.report_to: tensorboard is not installed. pip install tensorboard"
-                ) from error
+                raise ImportError("log.report_to: tensorboard is not installed. pip install tensorboard") from error
             self._board = SummaryWriter(str(self.folder))
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
@@ -164,10 +160,7 @@ class MetricsLog:
         except ImportError:
             _logger.warning("no reward curve: matplotlib is not installed. pip install matplotlib")
             return None
-        lines = [
-            json.loads(line)
-            for line in (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        ]
+        lines = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
         figure = Figure(figsize=(7, 4), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.add_subplot(xlabel="step", ylabel="reward")

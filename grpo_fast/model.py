@@ -10,11 +10,7 @@ from grpo_fast.reference_model import reference_dtype
 
 def default_device() -> torch.device:
     """The current GPU if there is one, else the CPU."""
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def load_policy(args: GRPOConfig) -> tuple[PreTrainedModel, object]:
@@ -31,9 +27,7 @@ def load_policy(args: GRPOConfig) -> tuple[PreTrainedModel, object]:
         raise ValueError("model.path: expected a folder or hub name, got none. Set model.path")
     config = AutoConfig.from_pretrained(options.path, trust_remote_code=options.trust_remote_code)
     if config.is_encoder_decoder:
-        raise ValueError(
-            f"model.path: expected a causal language model, got the encoder-decoder {config.model_type}"
-        )
+        raise ValueError(f"model.path: expected a causal language model, got the encoder-decoder {config.model_type}")
     device = default_device()
     estimate = predict_memory(args, config, device)
     print(estimate)

@@ -115,16 +115,12 @@ class PromptSource:
                 f"row {too_long[0]} first. Set it to {worst}, the longest, or set data.overlong_prompt=drop"
             )
         if len(too_long) == len(lengths):
-            raise ValueError(
-                f"data.max_prompt_length: every prompt exceeds {limit} tokens. Set it to {max(lengths)}"
-            )
+            raise ValueError(f"data.max_prompt_length: every prompt exceeds {limit} tokens. Set it to {max(lengths)}")
         return [index for index, length in enumerate(lengths) if length <= limit]
 
     def encode(self, row: dict) -> EncodedPrompt:
         """The row with its prompt's ids."""
-        return EncodedPrompt(
-            row, encode_prompt(self.tokenizer, row[self.prompt_column], self.chat_template_kwargs)
-        )
+        return EncodedPrompt(row, encode_prompt(self.tokenizer, row[self.prompt_column], self.chat_template_kwargs))
 
     def first(self, count: int) -> list[EncodedPrompt]:
         """The first `count` prompts in the rows' order, or as many as there are."""

@@ -1,7 +1,6 @@
 """GRPO: sample a group of completions per prompt, compare them with each other, update (arXiv 2402.03300)."""
 
 import dataclasses
-import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -197,9 +196,7 @@ class GRPOTrainer:
     def _text(self, rollout: Rollout) -> str:
         return decode_completion(self.tokenizer, rollout.completion_ids, self.eos_ids)
 
-    def make_batches(
-        self, rollouts: Sequence[Rollout], advantages: Tensor, lengths: Sequence[int]
-    ) -> list[MicroBatch]:
+    def make_batches(self, rollouts: Sequence[Rollout], advantages: Tensor, lengths: Sequence[int]) -> list[MicroBatch]:
         """The step's micro-batches, on the model's device."""
         return make_micro_batches(
             rollouts,
@@ -236,17 +233,17 @@ class GRPOTrainer:
         if self.global_step % self.args.log.logging_steps:
             return
         self.metrics.write(self.global_step, metrics)
+        count = min(self.args.log.log_completions, len(rollouts))
+        chosen = [number * len(rollouts) // count for number in range(count)]  # of as many prompts as possible
         samples = [
             {
-                "prompt": prompts[index // self.args.rollout.num_generations].row[
-                    self.args.data.prompt_column
-                ],
+                "prompt": prompts[index // self.args.rollout.num_generations].row[self.args.data.prompt_column],
                 "completion": self._text(rollouts[index]),
-                "rewards": dict(zip(self.rewards.names, map(_json_number, row), strict=True)),
+                "rewards": self.rewards.by_name(scores.by_function[index]),
                 "advantage": advantages[index].item(),
                 "truncated": rollouts[index].truncated,
             }
-            for index, row in enumerate(scores.by_function[: self.args.log.log_completions].tolist())
+            for index in chosen
         ]
         self.metrics.write_samples(self.global_step, samples)
 
@@ -294,7 +291,3 @@ class GRPOTrainer:
         self.update.optimizer.load_state_dict(state["optimizer"])
         self.rollout.sync(self.model)
         self.metrics.continues = True
-
-
-def _json_number(value: float) -> float | None:
-    return None if math.isnan(value) else value

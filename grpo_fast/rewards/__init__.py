@@ -78,9 +78,7 @@ def _parse(spec: str) -> tuple[str, dict | None]:
 def _import(path: str) -> Callable:
     module, _, attribute = path.replace(":", ".").rpartition(".")
     if not module:
-        raise ValueError(
-            f"reward {path!r}: expected one of {sorted(SHIPPED)}, an import path pkg.mod:fn, or hf:PATH"
-        )
+        raise ValueError(f"reward {path!r}: expected one of {sorted(SHIPPED)}, an import path pkg.mod:fn, or hf:PATH")
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
@@ -91,9 +89,7 @@ def reward_name(function: Callable) -> str:
     """The name a function has in metrics and errors."""
     name = getattr(function, "__name__", None) or type(function).__name__
     return (
-        re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
-        if isinstance(function, tuple(SHIPPED.values()))
-        else name
+        re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower() if isinstance(function, tuple(SHIPPED.values())) else name
     )
 
 
@@ -125,21 +121,15 @@ class Rewards:
             functions = [functions]
         self.functions = [resolve_reward(function) for function in functions]
         if not self.functions:
-            raise ValueError(
-                "reward.funcs: expected at least one reward function, got none. Set e.g. [exact_match]"
-            )
+            raise ValueError("reward.funcs: expected at least one reward function, got none. Set e.g. [exact_match]")
         self.weights = [1.0] * len(self.functions) if weights is None else list(map(float, weights))
         if len(self.weights) != len(self.functions):
-            raise ValueError(
-                f"reward.weights: expected {len(self.functions)} numbers, got {len(self.weights)}"
-            )
+            raise ValueError(f"reward.weights: expected {len(self.functions)} numbers, got {len(self.weights)}")
         names = [reward_name(function) for function in self.functions]
         self.names = [f"{name}_{i}" if names.count(name) > 1 else name for i, name in enumerate(names)]
         self._warned: set[str] = set()
 
-    def score(
-        self, prompts: list, completions: list, completion_ids: list, columns: dict[str, list]
-    ) -> Scores:
+    def score(self, prompts: list, completions: list, completion_ids: list, columns: dict[str, list]) -> Scores:
         """Call every function on all rows.
 
         Raises:
@@ -158,6 +148,10 @@ class Rewards:
         self._warn_abstained(abstained, nobody)
         return Scores(total.masked_fill(nobody, math.nan), by_function)
 
+    def by_name(self, values: Tensor) -> dict[str, float | None]:
+        """A row of `Scores.by_function` by the functions' names, None for an abstention."""
+        return {n: None if math.isnan(v) else v for n, v in zip(self.names, values.tolist(), strict=True)}
+
     def _warn_abstained(self, abstained: Tensor, nobody: Tensor) -> None:
         for name, rows in zip(self.names, abstained.sum(0).tolist(), strict=True):
             if rows and name not in self._warned:
@@ -168,9 +162,7 @@ class Rewards:
         if nobody.any() and "" not in self._warned:
             self._warned.add("")
             rows = nobody.nonzero()[:, 0].tolist()
-            _logger.warning(
-                "no reward function answered for rows %s: left out of their groups, advantage 0", rows
-            )
+            _logger.warning("no reward function answered for rows %s: left out of their groups, advantage 0", rows)
 
 
 def _call(name: str, function: Callable, arguments: dict, rows: int) -> list[float]:
@@ -183,13 +175,10 @@ def _call(name: str, function: Callable, arguments: dict, rows: int) -> list[flo
         result = result.tolist()
     if not isinstance(result, (list, tuple)):
         raise ValueError(
-            f"reward function {name}: expected a list of {rows} rewards, "
-            f"got {type(result).__name__} {result!r:.80}"
+            f"reward function {name}: expected a list of {rows} rewards, got {type(result).__name__} {result!r:.80}"
         )
     if len(result) != rows:
-        raise ValueError(
-            f"reward function {name}: expected {rows} rewards, one per completion, got {len(result)}"
-        )
+        raise ValueError(f"reward function {name}: expected {rows} rewards, one per completion, got {len(result)}")
     return [_number(name, row, value) for row, value in enumerate(result)]
 
 
@@ -198,15 +187,12 @@ def _number(name: str, row: int, value) -> float:
         return math.nan
     if isinstance(value, (str, bytes, list, tuple)):
         raise ValueError(
-            f"reward function {name}: row {row}: expected a number or None, "
-            f"got {type(value).__name__} {value!r:.80}"
+            f"reward function {name}: row {row}: expected a number or None, got {type(value).__name__} {value!r:.80}"
         )
     try:
         number = float(value)
     except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"reward function {name}: row {row}: expected a number or None, got {value!r:.80}"
-        ) from error
+        raise ValueError(f"reward function {name}: row {row}: expected a number or None, got {value!r:.80}") from error
     if math.isinf(number):
         raise ValueError(f"reward function {name}: row {row}: expected a finite number or None, got {number}")
     return number
@@ -219,9 +205,7 @@ def _accepted(name: str, function: Callable, arguments: dict) -> dict:
         accepted = arguments
     else:
         accepted = {key: value for key, value in arguments.items() if key in {p.name for p in parameters}}
-    required = [
-        p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-    ]
+    required = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     missing = [parameter for parameter in required if parameter not in accepted]
     if missing:
         columns = sorted(set(arguments) - set(RESERVED))

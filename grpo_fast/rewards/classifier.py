@@ -38,9 +38,7 @@ class ClassifierReward:
 
             model = AutoModelForSequenceClassification.from_pretrained(self.path, dtype="auto").eval()
             if model.config.num_labels != 1:
-                raise ValueError(
-                    f"reward model {self.path}: expected num_labels=1, got {model.config.num_labels}"
-                )
+                raise ValueError(f"reward model {self.path}: expected num_labels=1, got {model.config.num_labels}")
             device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
             self._loaded = model.to(device), AutoTokenizer.from_pretrained(self.path)
         return self._loaded
@@ -49,8 +47,7 @@ class ClassifierReward:
     def __call__(self, prompts, completions, completion_ids, **columns) -> list[float]:
         model, tokenizer = self._load()
         encoded = [
-            _encode(tokenizer, prompt, completion)
-            for prompt, completion in zip(prompts, completions, strict=True)
+            _encode(tokenizer, prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)
         ]
         order = sorted(range(len(encoded)), key=lambda index: len(encoded[index]))
         # the head reads the last token that is not the pad id: no padding where texts may end with that id

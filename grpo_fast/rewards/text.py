@@ -8,16 +8,12 @@ from dataclasses import dataclass
 from decimal import Decimal
 
 # a sign counts unless it follows a word or a bracket: 10-7 ends with 7; thousands may be grouped by commas
-_NUMBER = re.compile(
-    r"(?:(?<![\w)])[-+])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+|(?=\.\d))(?:\.\d+)?(?:[eE][-+]?\d+)?"
-)
+_NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+|(?=\.\d))(?:\.\d+)?(?:[eE][-+]?\d+)?")
 
 
 def text_of(completion: str | list[dict]) -> str:
     """The text of a completion, a string or a list of messages."""
-    return (
-        completion if isinstance(completion, str) else "".join(message["content"] for message in completion)
-    )
+    return completion if isinstance(completion, str) else "".join(message["content"] for message in completion)
 
 
 def last_number(text: str) -> Decimal | None:
@@ -37,9 +33,7 @@ class ExactMatch:
 
     def __call__(self, prompts, completions, completion_ids, **columns) -> list[float]:
         answers = _column(columns, self.column, "exact_match")
-        return [
-            float(text_of(c).strip() == str(a).strip()) for c, a in zip(completions, answers, strict=True)
-        ]
+        return [float(text_of(c).strip() == str(a).strip()) for c, a in zip(completions, answers, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -55,9 +49,7 @@ class NumericMatch:
     def __call__(self, prompts, completions, completion_ids, **columns) -> list[float]:
         return [
             self._match(last_number(text_of(completion)), answer)
-            for completion, answer in zip(
-                completions, _column(columns, self.column, "numeric_match"), strict=True
-            )
+            for completion, answer in zip(completions, _column(columns, self.column, "numeric_match"), strict=True)
         ]
 
     def _match(self, got: Decimal | None, answer) -> float:
@@ -81,9 +73,7 @@ class RegexFormat:
 
     def __call__(self, prompts, completions, completion_ids, **columns) -> list[float]:
         pattern = re.compile(self.pattern, re.DOTALL)
-        return [
-            float(pattern.fullmatch(text_of(completion).strip()) is not None) for completion in completions
-        ]
+        return [float(pattern.fullmatch(text_of(completion).strip()) is not None) for completion in completions]
 
 
 @dataclass(frozen=True)

@@ -67,9 +67,7 @@ class TransformersRollout:
 
     def __init__(self, model: PreTrainedModel, tokenizer=None) -> None:
         if not model.can_generate():
-            raise ValueError(
-                f"model: expected a causal language model with `generate`, got {type(model).__name__}"
-            )
+            raise ValueError(f"model: expected a causal language model with `generate`, got {type(model).__name__}")
         self.eos_ids = eos_token_ids(model, tokenizer)
         pad_id = getattr(tokenizer, "pad_token_id", None)
         self.pad_id = pad_id if pad_id is not None else (self.eos_ids[0] if self.eos_ids else 0)
@@ -104,9 +102,7 @@ class TransformersRollout:
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         for index, prompt in enumerate(prompts):
             if not prompt:
-                raise ValueError(
-                    f"prompts[{index}]: expected at least one token id to condition on, got none"
-                )
+                raise ValueError(f"prompts[{index}]: expected at least one token id to condition on, got none")
             if limit is not None and len(prompt) + max_tokens > limit:
                 raise ValueError(
                     f"prompts[{index}]: {len(prompt)} + {max_tokens} tokens exceed the model's {limit} positions. "
@@ -133,12 +129,8 @@ class TransformersRollout:
     def _generate_rows(self, rows: list[list[int]], options: SamplingOptions) -> list[Rollout]:
         width = max(map(len, rows))
         device = self.model.device
-        input_ids = torch.tensor(
-            [[self.pad_id] * (width - len(row)) + list(row) for row in rows], device=device
-        )
-        attention_mask = torch.tensor(
-            [[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device
-        )
+        input_ids = torch.tensor([[self.pad_id] * (width - len(row)) + list(row) for row in rows], device=device)
+        attention_mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
         # the warpers below do the work of temperature, top_k and top_p, so that the recorder runs after them
         neutral = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
         config = GenerationConfig(
