@@ -106,8 +106,8 @@ def _power_of_two_below(coef: Tensor) -> Tensor:
 
 def _linear_grpo_loss(
     hidden, weight, bias, rows, ids, valid, advantages, weights, old_logps, ref_logps, coef, entropy_scale,
-    want_entropy, need_hidden, need_weight, need_bias, temperature, softcap, logit_scale, clip_low, clip_high, delta, beta,
-    bias_correction, rows_per_chunk, backend,
+    want_entropy, need_hidden, need_weight, need_bias, temperature, softcap, logit_scale, clip_low, clip_high, delta,
+    beta, bias_correction, rows_per_chunk, backend,
 ):  # fmt: skip
     check_ids(ids, valid, weight.shape[0])
     kernel = backends.functions(backend).grpo_loss

@@ -48,7 +48,7 @@ def token_logprobs(
     inplace: bool = False,
     backend: str | None = None,
 ) -> Tensor | TokenLogprobs:
-    """log softmax(z)[token] for each token, z = softcap*tanh(logits*logit_scale/softcap)/temperature; no softmax stored.
+    """log softmax(z)[token] for each token, z = softcap*tanh(logits*logit_scale/softcap)/temperature; no softmax kept.
 
     Position t of the logits belongs to token t: nothing is shifted. Logits returned by a Hugging Face model are scaled
     and capped already; pass neither again. The gradient is formed in the backward (one more sweep of the logits).

@@ -163,8 +163,8 @@ def test_layouts_are_read_in_place(backend):
         leaf = view.detach().requires_grad_()
         other = gf.grpo_loss(leaf, **arguments, **options, backend=backend)
         other.loss.backward()
-        assert torch.equal(other.loss, out.loss)
-        assert torch.equal(leaf.grad, grad)
+        assert torch.allclose(other.loss, out.loss, rtol=1e-6)
+        assert problems.relative_error(leaf.grad, grad) < 1e-6
     arguments["mask"] = torch.tensor([[1], [0], [1]]).expand(3, 7)
     masks = (arguments["mask"], arguments["mask"].float(), arguments["mask"].bool().clone())
     both = torch.cat([torch.zeros(3, 4, dtype=torch.int32), arguments["token_ids"].int()], 1)

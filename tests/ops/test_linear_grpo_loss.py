@@ -14,7 +14,7 @@ WIDTH = 13
 
 
 def head(problem, seed=1, dtype=torch.float32):
-    """hidden [B,T,D], weight [V,D], bias [V] for the problem's tokens; moves its old and reference log-probs to them."""
+    """hidden [B,T,D], weight [V,D], bias [V] for the problem's tokens, whose old and reference log-probs move along."""
     generator = torch.Generator().manual_seed(seed)
     shape, vocab = problem["token_ids"].shape, problem["logits"].shape[-1]
     hidden = torch.randn(*shape, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
