@@ -5,7 +5,6 @@ and no logits exist; otherwise from the logits, in place.
 """
 
 import contextlib
-import logging
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +14,6 @@ from grpo_fast.batching import MicroBatch
 from grpo_fast.modes import evaluation_mode
 from grpo_fast.ops import grpo_loss, linear_grpo_loss, linear_token_logprobs, token_logprobs
 from grpo_fast.types import LossMetrics
-
-_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -81,13 +78,26 @@ class PaddedForward:
         model: a causal language model of transformers.
         temperature: of the distribution that was sampled from; every log-prob is taken under it.
         backend: as in `grpo_fast.grpo_loss`.
+        autocast: dtype of the matrix products; None: bfloat16 for float32 weights on a GPU, else the weights' own.
+
+    Attributes:
+        reason: in words, where the loss is computed from and why.
     """
 
-    def __init__(self, model: nn.Module, *, temperature: float = 1.0, backend: str | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        temperature: float = 1.0,
+        backend: str | None = None,
+        autocast: torch.dtype | None = None,
+    ) -> None:
         self.model = model
+        if autocast is None and model.device.type == "cuda" and model.dtype == torch.float32:
+            autocast = torch.bfloat16
+        self.autocast = autocast
         self.options = {"temperature": temperature, "backend": backend}
         self.head, self.reason = find_linear_head(model)
-        _logger.info("%s: %s", type(model).__name__, self.reason)
 
     def loss(self, batch: MicroBatch, *, old_logps: Tensor | None, ref_logps: Tensor | None, **options) -> UpdateOutput:
         """The loss of a micro-batch; old_logps, ref_logps: float [N]; options: of `grpo_fast.grpo_loss`."""
@@ -134,10 +144,9 @@ class PaddedForward:
             return token_logprobs(logits, ids, mask, **self.options).flatten()[packed]
 
     def _autocast(self):
-        parameter = next(self.model.parameters())
-        if parameter.device.type == "cuda" and parameter.dtype == torch.float32:
-            return torch.autocast("cuda", torch.bfloat16)
-        return contextlib.nullcontext()
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.model.device.type, self.autocast)
 
     def _transform(self) -> dict:
         return {"softcap": self.head.softcap, "logit_scale": self.head.logit_scale}
@@ -146,14 +155,10 @@ class PaddedForward:
         trunk = self.model.base_model(input_ids=batch.input_ids, use_cache=False)
         hidden = trunk.last_hidden_state.flatten(0, 1).index_select(0, batch.positions)
         weight, bias = self.head.layer.weight, self.head.layer.bias
-        if torch.is_autocast_enabled(hidden.device.type):  # which does not reach into the loss
-            dtype = torch.get_autocast_dtype(hidden.device.type)
-            hidden, weight, bias = (
-                hidden.to(dtype),
-                weight.to(dtype),
-                None if bias is None else bias.to(dtype),
-            )
-        return hidden, weight, bias
+        if self.autocast is None:
+            return hidden, weight, bias
+        # autocast does not reach into the loss
+        return hidden.to(self.autocast), weight.to(self.autocast), None if bias is None else bias.to(self.autocast)
 
     def _logits(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Logits [B, K, V] of the last K columns, ids and mask [B, K], flat indices [N] of the True slots.

@@ -64,6 +64,7 @@ class PromptSource:
         tokenizer: see `encode_prompt`.
         prompt_column: the column that holds the prompt.
         max_prompt_length: longest prompt in tokens, None for no limit.
+        room: tokens that the model's positions leave for a prompt, None for no limit.
         overlong: "error" refuses a longer prompt here, before anything is trained; "drop" leaves it out and
             counts it.
         shuffle: False keeps the rows' order.
@@ -81,6 +82,7 @@ class PromptSource:
         *,
         prompt_column: str = "prompt",
         max_prompt_length: int | None = None,
+        room: int | None = None,
         overlong: str = "error",
         shuffle: bool = True,
         seed: int = 0,
@@ -98,24 +100,25 @@ class PromptSource:
             raise ValueError(
                 f"data.prompt_column: expected a column of the data, {sorted(rows[0])}, got {prompt_column!r}"
             )
-        self.kept = self._within(max_prompt_length, overlong)
+        self.kept = self._within(max_prompt_length, room, overlong)
         self.dropped = len(rows) - len(self.kept)
         self.epoch, self.position = 0, 0
         self._order = self._epoch_order()
 
-    def _within(self, limit: int | None, overlong: str) -> list[int]:
-        if limit is None:
+    def _within(self, max_prompt_length: int | None, room: int | None, overlong: str) -> list[int]:
+        limits = [limit for limit in (max_prompt_length, room) if limit is not None]
+        if not limits:
             return list(range(len(self.rows)))
+        limit = min(limits)
         lengths = [len(self.encode(row).ids) for row in self.rows]
         too_long = [index for index, length in enumerate(lengths) if length > limit]
-        if too_long and overlong == "error":
-            worst = max(lengths)
+        if too_long and (overlong == "error" or len(too_long) == len(lengths)):
+            name = "data.max_prompt_length" if limit == max_prompt_length else "room left by max_completion_length"
             raise ValueError(
-                f"data.max_prompt_length: {len(too_long)} of {len(lengths)} prompts exceed {limit} tokens, "
-                f"row {too_long[0]} first. Set it to {worst}, the longest, or set data.overlong_prompt=drop"
+                f"{name}: {len(too_long)} of {len(lengths)} prompts exceed {limit} tokens, row {too_long[0]} first; "
+                f"the longest has {max(lengths)}. Raise the limit, or set data.overlong_prompt=drop with "
+                f"data.max_prompt_length={limit}"
             )
-        if len(too_long) == len(lengths):
-            raise ValueError(f"data.max_prompt_length: every prompt exceeds {limit} tokens. Set it to {max(lengths)}")
         return [index for index, length in enumerate(lengths) if length <= limit]
 
     def encode(self, row: dict) -> EncodedPrompt:

@@ -1,6 +1,7 @@
 """GRPO: sample a group of completions per prompt, compare them with each other, update (arXiv 2402.03300)."""
 
 import dataclasses
+import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,12 +28,13 @@ from grpo_fast.metrics import (
 from grpo_fast.model import load_policy
 from grpo_fast.modes import enable_gradient_checkpointing
 from grpo_fast.prompts import EncodedPrompt, PromptSource, decode_completion
-from grpo_fast.reference_model import make_reference, reference_dtype
+from grpo_fast.reference_model import frozen_copy, reference_dtype
 from grpo_fast.rewards import RESERVED, Rewards, Scores
 from grpo_fast.rollout import Rollout, RolloutEngine, SamplingOptions
 from grpo_fast.rollout.transformers import TransformersRollout, eos_token_ids
 from grpo_fast.update import GRPOUpdate
 
+_logger = logging.getLogger(__name__)
 _SEED_STRIDE = 1_000_003  # step k samples with seed * stride + k: runs with neighbouring seeds share none
 _EVAL_SEED = 500_000  # offset of the seed that evaluations sample with, always the same
 
@@ -89,21 +91,24 @@ class GRPOTrainer:
         self.eos_ids = eos_token_ids(model, self.tokenizer)
         self.rollout = rollout or TransformersRollout(model, self.tokenizer)
         self.update = GRPOUpdate(self._make_forward(model), args)
+        _logger.info("%s: %s", type(model).__name__, self.update.forward.reason)
         self.reference = None
         if args.loss.beta > 0:
             dtype = reference_dtype(args.model.reference_dtype, model.dtype, model.device)
-            self.reference = self._make_forward(make_reference(model, dtype))
+            self.reference = self._make_forward(frozen_copy(model, dtype))
         self.metrics = MetricsLog(args.log)
         self.global_step = 0
         self.num_tokens = 0
 
     def _prompt_source(self, rows: Sequence[dict], *, shuffle: bool) -> PromptSource:
         data = self.args.data
+        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         return PromptSource(
             rows,
             self.tokenizer,
             prompt_column=data.prompt_column,
             max_prompt_length=data.max_prompt_length,
+            room=positions and positions - self.args.rollout.max_completion_length,
             overlong=data.overlong_prompt,
             shuffle=shuffle,
             seed=self.args.seed,

@@ -1,6 +1,5 @@
 """Rollouts by `model.generate` of transformers: works with any causal language model it loads."""
 
-import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -10,6 +9,7 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from grpo_fast.modes import evaluation_mode
+from grpo_fast.reference_model import frozen_copy
 from grpo_fast.rollout import Rollout, SamplingOptions
 
 
@@ -63,16 +63,18 @@ class TransformersRollout:
     Args:
         model: the policy.
         tokenizer: asked for its end and pad ids only; None leaves the model's own.
+        copy_dtype: sample from a copy of this dtype; None: bfloat16 for a float32 model on a GPU, else no copy.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer=None) -> None:
+    def __init__(self, model: PreTrainedModel, tokenizer=None, *, copy_dtype: torch.dtype | None = None) -> None:
         if not model.can_generate():
             raise ValueError(f"model: expected a causal language model with `generate`, got {type(model).__name__}")
         self.eos_ids = eos_token_ids(model, tokenizer)
         pad_id = getattr(tokenizer, "pad_token_id", None)
         self.pad_id = pad_id if pad_id is not None else (self.eos_ids[0] if self.eos_ids else 0)
-        copies = model.device.type == "cuda" and model.dtype == torch.float32
-        self.model = copy.deepcopy(model).to(torch.bfloat16).requires_grad_(False) if copies else model
+        if copy_dtype is None and model.device.type == "cuda" and model.dtype == torch.float32:
+            copy_dtype = torch.bfloat16
+        self.model = model if copy_dtype is None else frozen_copy(model, copy_dtype)
 
     @torch.no_grad()
     def sync(self, model: PreTrainedModel) -> None:

@@ -14,7 +14,7 @@ from grpo_fast.memory import (
 )
 from grpo_fast.model import load_policy, predict_memory
 from grpo_fast.optim import learning_rate, make_optimizer
-from grpo_fast.reference_model import make_reference, reference_dtype
+from grpo_fast.reference_model import frozen_copy, reference_dtype
 
 CPU = torch.device("cpu")
 
@@ -90,9 +90,24 @@ def test_reference_dtype():
     assert reference_dtype(None, torch.float32, "cpu") == torch.float32
     assert reference_dtype(None, torch.float32, "cuda:0") == torch.bfloat16
     assert reference_dtype("float32", torch.bfloat16, "cuda") == torch.float32
-    reference = make_reference(make_model().train(), torch.bfloat16)
-    assert reference.dtype == torch.bfloat16
-    assert not reference.training
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_frozen_copy(kind):
+    model = make_model(kind).train()
+    frozen = frozen_copy(model, torch.bfloat16)
+    assert not frozen.training
+    assert model.training
+    for parameter, original in zip(frozen.parameters(), model.parameters(), strict=True):
+        assert torch.equal(parameter, original.to(torch.bfloat16))
+        assert not parameter.requires_grad
+        assert original.requires_grad
+    for buffer, original in zip(frozen.buffers(), model.buffers(), strict=True):
+        assert buffer.dtype == original.dtype  # rotary frequencies stay float32
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert (frozen.get_output_embeddings().weight is frozen.get_input_embeddings().weight) == tied
+    same = frozen_copy(model, model.dtype)
+    assert not {p.data_ptr() for p in same.parameters()} & {p.data_ptr() for p in model.parameters()}
 
 
 @pytest.mark.parametrize(

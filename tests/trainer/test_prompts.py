@@ -45,9 +45,7 @@ def rows_of(*texts):
 
 
 def test_overlong_prompts_are_refused_with_the_remedy(tokenizer):
-    message = (
-        r"data.max_prompt_length: 2 of 3 prompts exceed 4 tokens, row 1 first. Set it to 6, .*overlong_prompt=drop"
-    )
+    message = r"data.max_prompt_length: 2 of 3 prompts exceed 4 tokens, row 1 first; .* has 6.*overlong_prompt=drop"
     with pytest.raises(ValueError, match=message):
         PromptSource(rows_of("1+1=", "10+10=", "2+22="), tokenizer, max_prompt_length=4)
 
@@ -58,7 +56,7 @@ def test_overlong_prompts_are_dropped_and_counted_never_cut(tokenizer):
     )
     assert source.dropped == 2
     assert [tokenizer.decode(prompt.ids) for prompt in source.draw(4)] == ["1+1=", "2+2=", "1+1=", "2+2="]
-    with pytest.raises(ValueError, match=r"every prompt exceeds 2 tokens. Set it to 6"):
+    with pytest.raises(ValueError, match=r"2 of 2 prompts exceed 2 tokens.* has 6"):
         PromptSource(rows_of("1+1=", "10+10="), tokenizer, max_prompt_length=2, overlong="drop")
 
 
@@ -69,6 +67,14 @@ def test_limits_count_the_tokens_of_the_templated_prompt(tokenizer):
     assert tokenizer.decode(source.draw(1)[0].ids) == "<user>1+1=<assistant>"
     with pytest.raises(ValueError, match="1 of 1 prompts exceed"):
         PromptSource([conversation], tokenizer, max_prompt_length=length - 1)
+
+
+def test_prompts_that_leave_no_room_for_a_completion_are_refused_before_anything_runs(tokenizer):
+    rows = rows_of("1+1=", "10+10=")
+    with pytest.raises(ValueError, match=r"room left by max_completion_length: 1 of 2 prompts exceed 5 tokens"):
+        PromptSource(rows, tokenizer, room=5)
+    assert PromptSource(rows, tokenizer, room=5, max_prompt_length=9, overlong="drop").kept == [0]
+    assert PromptSource(rows, tokenizer, room=6).dropped == 0
 
 
 def test_no_rows_and_no_such_column(tokenizer):

@@ -204,6 +204,23 @@ def test_lengths_are_checked(llama):
     assert engine.generate([], SamplingOptions(), 0) == []
 
 
+def test_sampling_from_a_copy_follows_the_policy_only_when_synced(llama):
+    options = SamplingOptions(max_tokens=6, temperature=0)
+    engine = TransformersRollout(llama, copy_dtype=torch.float32)
+    before = engine.generate(PROMPTS, options, 0)
+    assert before == TransformersRollout(llama).generate(PROMPTS, options, 0)
+    with torch.no_grad():
+        llama.lm_head.weight.neg_()
+    assert engine.generate(PROMPTS, options, 0) == before
+    engine.sync(llama)
+    after = engine.generate(PROMPTS, options, 0)
+    assert after == TransformersRollout(llama).generate(PROMPTS, options, 0) != before
+    half = TransformersRollout(llama, copy_dtype=torch.bfloat16)
+    half.sync(llama)
+    assert half.model.dtype == torch.bfloat16
+    assert torch.equal(half.model.lm_head.weight, llama.lm_head.weight.to(torch.bfloat16))
+
+
 def test_interface(llama):
     assert isinstance(TransformersRollout(llama), RolloutEngine)
     assert Rollout(prompt_ids=(BOS,), completion_ids=(), truncated=False).logprobs is None

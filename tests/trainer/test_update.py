@@ -261,6 +261,29 @@ def test_dropout_leaves_ratio_one_and_kl_zero():
     assert metrics["ratio/min"] == metrics["ratio/max"] == 1.0
 
 
+@pytest.mark.parametrize("logits_path", [False, True])
+def test_autocast(logits_path, monkeypatch):
+    """What a GPU does by default: float32 weights, products in bfloat16, gradients in float32."""
+    if logits_path:
+        monkeypatch.setattr("grpo_fast.forward.find_linear_head", lambda model: (None, "from logits"))
+    (batch,) = make_micro_batches(ROLLOUTS, ADVANTAGES, LENGTHS, max_tokens=10**6, pad_id=0)
+    results = []
+    for autocast in (None, torch.bfloat16):
+        model = make_model("llama").eval()
+        forward = PaddedForward(model, autocast=autocast)
+        out = forward.loss(batch, old_logps=None, ref_logps=forward.logprobs(batch), beta=0.1)
+        out.loss.backward()
+        assert out.logps.dtype == torch.float32
+        results.append((out, gradients_of(model)))
+    (exact, gradients), (rounded, rounded_gradients) = results
+    assert not torch.equal(exact.logps, rounded.logps)
+    assert (exact.logps - rounded.logps).abs().max() < 0.3
+    largest = max(gradient.abs().max() for gradient in gradients.values())
+    for name, gradient in gradients.items():
+        assert rounded_gradients[name].dtype == torch.float32
+        assert (rounded_gradients[name] - gradient).abs().max() < 0.1 * largest
+
+
 def test_nothing_to_train_on_is_no_optimizer_step():
     model = make_model("llama")
     before = copy.deepcopy(model.state_dict())
