@@ -147,3 +147,19 @@ def test_ids_out_of_range_inside_a_graph(backend):
     function = torch.compile(lambda p: gf.grpo_loss(**p, backend=backend).loss, fullgraph=True, backend="aot_eager")
     with pytest.raises(ValueError, match="token_ids"):
         function(problem)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_fullgraph_of_packed_input(backend, level):
+    torch._dynamo.reset()
+    problem = problems.make(2, 3, 11, packed=True)
+    logits = problem.pop("logits")
+
+    def function(x):
+        return gf.grpo_loss(x, **problem, beta=0.1, importance_sampling_level=level, backend=backend).loss
+
+    eager, compiled = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    function(eager).backward()
+    torch.compile(function, fullgraph=True, backend="aot_eager")(compiled).backward()
+    assert torch.allclose(compiled.grad, eager.grad, atol=1e-6)

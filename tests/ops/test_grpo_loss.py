@@ -382,3 +382,22 @@ def test_entropy_bonus_gradient(backend):
     (0.3 * (logp.exp() * logp).sum(-1).mean()).backward()
     assert logits.grad.abs().max() > 1e-3
     assert problems.relative_error(logits.grad, exact.grad) < 3e-6
+
+
+@pytest.mark.parametrize("name", ["plain", "sequence bonus", "cispo sequence", "dapo"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ragged_packing(backend, name):
+    """Sequences of 4, 0, 7 and 1 tokens, packed, equal the padded batch; an empty one counts as a sequence."""
+    lengths = [4, 0, 7, 1]
+    problem = problems.make(batch=4, length=7, all_valid=True)
+    problem["mask"] = torch.arange(7)[None] < torch.tensor(lengths)[:, None]
+    arguments, options = split(problem, OPTIONS[name])
+    out, grad = run(problem["logits"], arguments, options, backend=backend)
+    packed = {key: value[problem["mask"]] for key, value in problem.items()}
+    packed["cu_seqlens"] = torch.tensor([0, 4, 4, 11, 12], dtype=torch.int32)
+    arguments, options = split(packed, OPTIONS[name])
+    out_packed, grad_packed = run(packed["logits"], arguments, options, backend=backend)
+    assert abs(out.loss - out_packed.loss) < 1e-6 * max(1, abs(out.loss))
+    assert problems.relative_error(grad_packed, grad[problem["mask"]]) < 1e-6
+    for key, value in out.metrics.means().items():
+        assert torch.allclose(value, out_packed.metrics.means()[key], atol=1e-6), key
