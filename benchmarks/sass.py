@@ -4,7 +4,7 @@ The production launchers run against a stand-in for the driver, which names a ta
 is what would run: the same argument types, constants and options. `python -m benchmarks.sass` prints the table.
 
 Instructions per logit: those of the innermost loops over full blocks, divided by the logits that one pass of the loop loads per
-thread (told by its 128-bit loads). Work per row (prologue, last partial block, reductions) is not in it.
+thread (told by the width of its loads). Work per row (prologue, last partial block, reductions) is not in it.
 """
 
 import argparse
@@ -127,8 +127,9 @@ def innermost_loops(instructions):
 
 def widths(body, opcode):
     """Access widths in bits of the global loads (LDG) or stores (STG) of a loop body."""
-    accesses = [i.text for i in body if re.search(rf"\b{opcode}\b", i.text)]
-    return [int((re.search(r"\.(128|64|16|8)\b", re.sub(r"\.U(16|8)", r".\1", text)) or [0, 32])[1]) for text in accesses]
+    accesses = [match for i in body if (match := re.search(rf"\b{opcode}\S*", i.text))]
+    suffixes = [re.search(r"\.[US]?(128|64|16|8)\b", access[0]) for access in accesses]
+    return [int(suffix[1]) if suffix else 32 for suffix in suffixes]
 
 
 def _resources(cubin):
@@ -140,19 +141,27 @@ def _count(body, opcode):
     return sum(bool(re.search(rf"\b{opcode}\b", i.text)) for i in body)
 
 
+def _sweeps(instructions):
+    """The loop that reads a row (a statistics sweep, which has exponentials) and the one that reads and writes it, if any.
+
+    The masked loops over a row's end are passed over where there are others; of equal sweeps the costlier one counts.
+    """
+    loops = [body for body in innermost_loops(instructions) if widths(body, "LDG")]
+    reading = [body for body in loops if not widths(body, "STG") and _count(body, "MUFU")]
+    writing = [body for body in loops if widths(body, "STG")]
+    for sweep in (reading, writing):
+        unmasked = [b for b in sweep if not any(re.search(r"^@.*\bLDG\b", i.text) for i in b)]
+        if sweep:
+            yield max(unmasked or sweep, key=len)
+
+
 def examine(name, compiled, dtype, V, capability):
-    """Report on one compiled kernel: its costliest loop that only reads the row, plus the one that reads and writes it."""
+    """Report on one compiled kernel."""
     cubin = compiled.asm["cubin"]
     registers, stack = _resources(cubin)
     instructions = disassemble(cubin)
-    loops = [body for body in innermost_loops(instructions) if 128 in widths(body, "LDG")]
-    reading = [body for body in loops if not widths(body, "STG")]
-    writing = [body for body in loops if widths(body, "STG")]
     per_logit, mufu, loads, stores = 0.0, 0.0, [], []
-    for sweep in (reading, writing):
-        if not sweep:
-            continue
-        body = max(sweep, key=len)
+    for body in _sweeps(instructions):
         logits = sum(widths(body, "LDG")) / torch.finfo(dtype).bits
         per_logit += len(body) / logits
         mufu += _count(body, "MUFU") / logits

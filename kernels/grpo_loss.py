@@ -3,9 +3,9 @@
 import triton
 import triton.language as tl
 
-from grpo_fast.kernels.launch import Transform, launch_shape, on_device, same_alignment
+from grpo_fast.kernels.launch import Transform, aligned, launch_shape, on_device
 from grpo_fast.kernels.objectives import clip, clip_params, clip_unbiased_kl
-from grpo_fast.kernels.primitives import load_target, row_start, statistics, write_gradient, write_zeros
+from grpo_fast.kernels.primitives import load_target, locate, statistics, write_gradient, write_zeros
 
 DYNAMIC = ["T", "V", "stride_b", "stride_t", "out_stride_b", "out_stride_t"]
 
@@ -22,17 +22,19 @@ def _load_optional(tensor, row):
 def _grpo_loss_kernel(logits, ids, valid, advantages, weights, old_logps, ref_logps, coef, entropy_scale,
                       losses, logps, entropy, out, T, V, stride_b, stride_t, out_stride_b, out_stride_t,
                       k, slope, softcap, cap_slope, constants, OBJECTIVE: tl.constexpr,
-                      SAME_ALIGNMENT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                      ALIGNED: tl.constexpr, OUT_ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     row = tl.program_id(0)
-    d = row_start(out, row, T, out_stride_b, out_stride_t)
+    d, V = locate(out, row, T, V, out_stride_b, out_stride_t, OUT_ALIGNED)
     loss, logp, row_entropy = 0.0, 0.0, 0.0
     live = tl.load(valid + row) != 0
     if live:
-        x = row_start(logits, row, T, stride_b, stride_t)
+        x, V = locate(logits, row, T, V, stride_b, stride_t, ALIGNED)
         token_id = tl.load(ids + row)
         x_y, _ = load_target(x, token_id, V)
         HAS_ENTROPY: tl.constexpr = (entropy is not None) or (entropy_scale is not None)
-        reference, e_sum, logp, row_entropy = statistics(x, V, x_y, k, softcap, cap_slope, HAS_ENTROPY, BLOCK)
+        reference, e_sum, logp, row_entropy = statistics(
+            x, V, x_y, k, softcap, cap_slope, HAS_ENTROPY, ALIGNED, BLOCK
+        )
         weight = 1.0
         if weights is not None:
             weight = tl.load(weights + row)
@@ -48,7 +50,7 @@ def _grpo_loss_kernel(logits, ids, valid, advantages, weights, old_logps, ref_lo
         if live:
             write_gradient(
                 x, d, V, token_id, x_y, logp, row_entropy, reference, e_sum,
-                g, g_entropy, k, slope, softcap, cap_slope, entropy_scale is not None, SAME_ALIGNMENT, BLOCK,
+                g, g_entropy, k, slope, softcap, cap_slope, entropy_scale is not None, BLOCK,
             )  # fmt: skip
     if not live:
         write_zeros(d, V, BLOCK)
@@ -81,5 +83,5 @@ def grpo_loss(
             logits, ids, valid, advantages, weights, old_logps, ref_logps, coef, entropy_scale, losses, logps, entropy, out,
             T, V, logits.stride(0), logits.stride(1), out.stride(0), out.stride(1), *transform,
             clip_params(clip_low, clip_high, delta, beta), OBJECTIVE=clip_unbiased_kl if unbiased else clip,
-            SAME_ALIGNMENT=same_alignment(logits, out), **launch_shape(logits),
+            ALIGNED=aligned(logits), OUT_ALIGNED=aligned(logits, out), **launch_shape(logits),
         )  # fmt: skip

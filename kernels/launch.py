@@ -38,11 +38,13 @@ def launch_shape(logits):
     return {"BLOCK": block, "num_warps": warps, **OPTIONS}
 
 
-def same_alignment(a, b):
-    """Whether every row of two [B, T, V] tensors starts at the same offset from a 16-byte boundary."""
-    pitches = [a.data_ptr() - b.data_ptr()]
-    pitches += [(a.stride(i) - b.stride(i)) * a.element_size() for i in (0, 1) if a.shape[i] > 1]
-    return all(pitch % 16 == 0 for pitch in pitches)
+def aligned(*tensors):
+    """Whether all rows of [B, T, V] tensors start on 16 bytes and hold whole 16-byte vectors: see primitives.vectors."""
+    return all(
+        tensor.data_ptr() % 16 == 0
+        and all(n * tensor.element_size() % 16 == 0 for n in (tensor.shape[2], tensor.stride(0), tensor.stride(1)))
+        for tensor in tensors
+    )
 
 
 def on_device(tensor):

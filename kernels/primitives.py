@@ -3,8 +3,9 @@
 Legend: row, a pointer to the first of V logits; x, raw logits in fp32; z = cap(x); t = z * k - shift, the exponent in base 2,
 with k = log2(e) / temperature (times logit_scale when there is no softcap) and shift = reference * k; e = 2^t.
 
-A row is cut into the *body*, the columns from its first 16-byte boundary on that fill whole 16-byte vectors, and at most two
-*edges* shorter than a vector. Only the edges are read element by element, so any V and any row pitch keeps 128-bit accesses.
+The compiler makes 128-bit accesses where `locate` tells it that rows start on 16 bytes and hold whole vectors. Elsewhere it reads
+and writes element by element, as a warp in consecutive addresses. The order of a row's sum depends on that, hence on V and the
+pitch, and on nothing else: not on the row's own address, which in a batch of odd rows is aligned for one row and not for the next.
 """
 
 import triton
@@ -28,36 +29,17 @@ LOWEST_EXPONENT = tl.constexpr(-1e30)
 
 
 @triton.jit
-def row_start(tensor, row, T, stride_b, stride_t):
-    """Pointer to row `row` of a [B, T, V] tensor; offsets are int64, since B*T*V passes 2^31."""
-    b = (row // T).to(tl.int64)
-    t = (row % T).to(tl.int64)
-    return tensor + b * stride_b + t * stride_t
+def locate(tensor, row, T, V, stride_b, stride_t, ALIGNED: tl.constexpr):
+    """(pointer to row `row` of a [B, T, V] tensor, V), both known to be whole vectors where ALIGNED promises it.
 
-
-@triton.jit
-def row_body(row, V):
-    """(head, body): columns [head, head + body) are whole vectors; fewer than a vector is left on either side."""
-    itemsize: tl.constexpr = row.dtype.element_ty.primitive_bitwidth // 8
-    vector: tl.constexpr = VECTOR_BYTES // itemsize
-    misaligned = (row.to(tl.int64) % VECTOR_BYTES).to(tl.int32) // itemsize
-    head = tl.minimum((vector - misaligned) % vector, V)
-    return head, (V - head) // vector * vector
-
-
-@triton.jit
-def edge_columns(row, head, body, V):
-    """Columns and mask of both edges, in one block of two vectors."""
-    vector: tl.constexpr = VECTOR_BYTES * 8 // row.dtype.element_ty.primitive_bitwidth
-    lanes = tl.arange(0, 2 * vector)
-    columns = tl.where(lanes < vector, lanes, head + body + lanes - vector)
-    return columns, tl.where(lanes < vector, lanes < head, columns < V)
-
-
-@triton.jit
-def aligned(row, head):
-    """The body's first element; tells the compiler that it lies on a vector boundary."""
-    return tl.multiple_of(row + head, VECTOR_BYTES)
+    Offsets are int64, since B*T*V passes 2^31.
+    """
+    start = tensor + (row // T).to(tl.int64) * stride_b + (row % T).to(tl.int64) * stride_t
+    if ALIGNED:
+        size: tl.constexpr = VECTOR_BYTES * 8 // tensor.dtype.element_ty.primitive_bitwidth
+        start = tl.multiple_of(start, VECTOR_BYTES)
+        V = V // size * size
+    return start, V
 
 
 @triton.jit
@@ -73,7 +55,8 @@ def widen(x):
 def tanh(u):
     """(tanh u, 1 - tanh^2 u), both to a relative error of about 2e-7."""
     e = tl.exp2(tl.abs(u) * (-2.0 * LOG2E))
-    large = (1.0 - e) / (1.0 + e)
+    r = 1.0 / (1.0 + e)
+    large = (1.0 - e) * r
     # tanh(u)/u - 1 on |u| < 0.65, interpolated at Chebyshev nodes of u^2 (relative error 3e-8).
     s = u * u
     q = tl.fma(s, -0.00592372621, 0.0208734606)
@@ -82,7 +65,7 @@ def tanh(u):
     q = tl.fma(s, q, -0.33333327)
     small = tl.fma(u * s, q, u)
     value = tl.where(tl.abs(u) < 0.65, small, tl.where(u < 0.0, -large, large))
-    return value, 4.0 * e / ((1.0 + e) * (1.0 + e))
+    return value, 4.0 * e * r * r
 
 
 @triton.jit
@@ -110,35 +93,50 @@ def exponents(x, k, shift, softcap, cap_slope):
 
 
 @triton.jit
-def sums(x, k, shift, softcap, cap_slope, ENTROPY: tl.constexpr):
-    """(sum e, sum e*t) over a block cut in runs of 8, which one thread holds: a register of each per run, no shuffles."""
+def fold(x, ALIGNED: tl.constexpr):
+    """Sum of 8 elements of a block that one thread holds, whichever way a block is spread: neighbours, or a warp apart."""
+    if ALIGNED:
+        return tl.sum(tl.reshape(x, [x.shape[0] // 8, 8]), 1)
+    else:
+        return tl.sum(tl.reshape(x, [8, x.shape[0] // 8]), 0)
+
+
+@triton.jit
+def sums(x, k, shift, softcap, cap_slope, ENTROPY: tl.constexpr, ALIGNED: tl.constexpr):
+    """(sum e, sum e*t) over a block, folded by 8: a register a fold instead of one an element, and no shuffles."""
     t, e, _ = exponents(x, k, shift, softcap, cap_slope)
-    runs: tl.constexpr = x.shape[0] // 8
-    e_sum = tl.sum(tl.reshape(e, [runs, 8]), 1)
+    e_sum = fold(e, ALIGNED)
     et_sum = e_sum
     if ENTROPY:
-        et_sum = tl.sum(tl.reshape(e * tl.maximum(t, LOWEST_EXPONENT), [runs, 8]), 1)
+        et_sum = fold(e * tl.maximum(t, LOWEST_EXPONENT), ALIGNED)
     return e_sum, et_sum
 
 
 @triton.jit
-def sweep_sums(row, V, k, shift, softcap, cap_slope, ENTROPY: tl.constexpr, BLOCK: tl.constexpr):
-    """(sum e, sum e*t) over a row, whose lines stay in L2 for the sweep that follows."""
-    head, body = row_body(row, V)
-    base = aligned(row, head)
+def sweep_sums(row, V, k, shift, softcap, cap_slope, ENTROPY: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """(sum e, sum e*t) over a row, whose lines stay in L2 for the sweep that follows.
+
+    Only the last columns need masks; they go in half blocks, since a predicate for every element costs registers.
+    """
     lanes = tl.arange(0, BLOCK)
-    columns, mask = edge_columns(row, head, body, V)
-    edge = tl.load(row + columns, mask=mask, other=float("-inf"))
-    full = body // BLOCK * BLOCK
-    rest = tl.load(base + full + lanes, mask=lanes < body - full, other=float("-inf"), eviction_policy="evict_last")
-    e_sum, et_sum = sums(widen(rest), k, shift, softcap, cap_slope, ENTROPY)
+    e_sum = tl.zeros([BLOCK // 8], tl.float32)
+    et_sum = tl.zeros([BLOCK // 8], tl.float32)
+    full = V // BLOCK * BLOCK
     for start in range(0, full, BLOCK):
-        x = tl.load(base + start + lanes, eviction_policy="evict_last")
-        e_block, et_block = sums(widen(x), k, shift, softcap, cap_slope, ENTROPY)
-        e_sum += e_block
-        et_sum += et_block
-    e_edge, et_edge = sums(widen(edge), k, shift, softcap, cap_slope, ENTROPY)
-    return tl.sum(e_sum, 0) + tl.sum(e_edge, 0), tl.sum(et_sum, 0) + tl.sum(et_edge, 0)
+        x = tl.load(row + start + lanes, eviction_policy="evict_last")
+        e, et = sums(widen(x), k, shift, softcap, cap_slope, ENTROPY, ALIGNED)
+        e_sum += e
+        et_sum += et
+    half: tl.constexpr = BLOCK // 2
+    lanes = tl.arange(0, half)
+    e_tail = tl.zeros([half // 8], tl.float32)
+    et_tail = tl.zeros([half // 8], tl.float32)
+    for start in range(full, V, half):
+        x = tl.load(row + start + lanes, mask=lanes < V - start, other=float("-inf"), eviction_policy="evict_last")
+        e, et = sums(widen(x), k, shift, softcap, cap_slope, ENTROPY, ALIGNED)
+        e_tail += e
+        et_tail += et
+    return tl.sum(e_sum, 0) + tl.sum(e_tail, 0), tl.sum(et_sum, 0) + tl.sum(et_tail, 0)
 
 
 @triton.jit
@@ -161,21 +159,23 @@ def load_target(row, token_id, V):
 
 
 @triton.jit
-def statistics(row, V, x_y, k, softcap, cap_slope, ENTROPY: tl.constexpr, BLOCK: tl.constexpr):
+def statistics(row, V, x_y, k, softcap, cap_slope, ENTROPY: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """(reference, sum, logp, entropy) of a row, in nats; sum = sum_j e^((z_j - reference) / temperature)."""
     z_y, _ = cap(x_y, softcap, cap_slope)
     reference = z_y
     row_k = exponent_scale(reference, k)
     shift = reference * row_k
-    e_sum, et_sum = sweep_sums(row, V, row_k, shift, softcap, cap_slope, ENTROPY, BLOCK)
+    e_sum, et_sum = sweep_sums(row, V, row_k, shift, softcap, cap_slope, ENTROPY, ALIGNED, BLOCK)
     if not (e_sum <= TARGET_SUM_LIMIT):
         reference, _ = cap(sweep_max(row, V, BLOCK), softcap, cap_slope)
         row_k = exponent_scale(reference, k)
         shift = reference * row_k
-        e_sum, et_sum = sweep_sums(row, V, row_k, shift, softcap, cap_slope, ENTROPY, BLOCK)
+        e_sum, et_sum = sweep_sums(row, V, row_k, shift, softcap, cap_slope, ENTROPY, ALIGNED, BLOCK)
     log2_sum = tl.log2(e_sum)
     logp = (tl.fma(z_y, row_k, -shift) - log2_sum) * LN2
-    return reference, e_sum, logp, (log2_sum - et_sum / e_sum) * LN2
+    entropy = (log2_sum - et_sum / e_sum) * LN2
+    # Rounding may leave 1e-8 on the wrong side; written so that NaN stays NaN.
+    return reference, e_sum, tl.where(logp > 0.0, 0.0, logp), tl.where(entropy < 0.0, 0.0, entropy)
 
 
 @triton.jit
@@ -189,7 +189,7 @@ def gradient_block(x, k, shift, a, b, softcap, cap_slope, ENTROPY: tl.constexpr)
 
 @triton.jit
 def write_gradient(row, out, V, token_id, x_y, logp, entropy, reference, e_sum, g, g_entropy, k, slope, softcap, cap_slope,
-                   ENTROPY: tl.constexpr, SAME_ALIGNMENT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                   ENTROPY: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """out_j = dz_j/dx_j * (g * (onehot_j - p_j) - g_entropy * p_j * (log p_j + H)); `out` may be `row`.
 
     The target's entry comes from fp32 scalars, 1 - p_y = -expm1(logp), and overwrites the one of the sweep.
@@ -204,25 +204,19 @@ def write_gradient(row, out, V, token_id, x_y, logp, entropy, reference, e_sum, 
         b = -g_entropy * LN2 * (slope / e_sum)
     a = a * (slope / e_sum)
 
-    head, body = row_body(row, V)
-    base = aligned(row, head)
-    out_base = out + head
-    if SAME_ALIGNMENT:
-        out_base = aligned(out, head)
     lanes = tl.arange(0, BLOCK)
-    columns, mask = edge_columns(row, head, body, V)
-    edge = tl.load(row + columns, mask=mask, other=float("-inf"))
-    edge = gradient_block(widen(edge), k, shift, a, b, softcap, cap_slope, ENTROPY)
-    tl.store(out + columns, edge.to(out.dtype.element_ty), mask=mask)
-    full = body // BLOCK * BLOCK
+    full = V // BLOCK * BLOCK
     for start in range(0, full, BLOCK):
-        x = tl.load(base + start + lanes, eviction_policy="evict_first")
+        x = tl.load(row + start + lanes, eviction_policy="evict_first")
         d = gradient_block(widen(x), k, shift, a, b, softcap, cap_slope, ENTROPY)
-        tl.store(out_base + start + lanes, d.to(out.dtype.element_ty), eviction_policy="evict_first")
-    mask = lanes < body - full
-    x = tl.load(base + full + lanes, mask=mask, other=float("-inf"), eviction_policy="evict_first")
-    d = gradient_block(widen(x), k, shift, a, b, softcap, cap_slope, ENTROPY)
-    tl.store(out_base + full + lanes, d.to(out.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+        tl.store(out + start + lanes, d.to(out.dtype.element_ty), eviction_policy="evict_first")
+    half: tl.constexpr = BLOCK // 2
+    lanes = tl.arange(0, half)
+    for start in range(full, V, half):
+        mask = lanes < V - start
+        x = tl.load(row + start + lanes, mask=mask, other=float("-inf"), eviction_policy="evict_first")
+        d = gradient_block(widen(x), k, shift, a, b, softcap, cap_slope, ENTROPY)
+        tl.store(out + start + lanes, d.to(out.dtype.element_ty), mask=mask, eviction_policy="evict_first")
 
     _, derivative = cap(x_y, softcap, cap_slope)
     target = -g * expm1(logp)
@@ -236,14 +230,10 @@ def write_gradient(row, out, V, token_id, x_y, logp, entropy, reference, e_sum, 
 
 @triton.jit
 def write_zeros(out, V, BLOCK: tl.constexpr):
-    head, body = row_body(out, V)
-    base = aligned(out, head)
     lanes = tl.arange(0, BLOCK)
     zeros = tl.zeros([BLOCK], out.dtype.element_ty)
-    columns, mask = edge_columns(out, head, body, V)
-    tl.store(out + columns, tl.zeros_like(columns).to(out.dtype.element_ty), mask=mask)
-    for start in range(0, body, BLOCK):
-        tl.store(base + start + lanes, zeros, mask=lanes < body - start, eviction_policy="evict_first")
+    for start in range(0, V, BLOCK):
+        tl.store(out + start + lanes, zeros, mask=lanes < V - start, eviction_policy="evict_first")
 
 
 @triton.jit

@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from grpo_fast.kernels.launch import Transform, launch_shape, on_device, same_alignment
-from grpo_fast.kernels.primitives import load_target, row_start, write_gradient, write_zeros
+from grpo_fast.kernels.launch import Transform, aligned, launch_shape, on_device
+from grpo_fast.kernels.primitives import load_target, locate, write_gradient, write_zeros
 
 DYNAMIC = ["T", "V", "stride_b", "stride_t", "out_stride_b", "out_stride_t"]
 
@@ -12,10 +12,10 @@ DYNAMIC = ["T", "V", "stride_b", "stride_t", "out_stride_b", "out_stride_t"]
 @triton.jit(do_not_specialize=DYNAMIC, do_not_specialize_on_alignment=["logits", "out"])
 def _row_grad_kernel(logits, ids, valid, row_max, row_sum, logps, entropy, g, g_entropy, out,
                      T, V, stride_b, stride_t, out_stride_b, out_stride_t, k, slope, softcap, cap_slope,
-                     SAME_ALIGNMENT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                     ALIGNED: tl.constexpr, OUT_ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     row = tl.program_id(0)
-    x = row_start(logits, row, T, stride_b, stride_t)
-    d = row_start(out, row, T, out_stride_b, out_stride_t)
+    x, V = locate(logits, row, T, V, stride_b, stride_t, ALIGNED)
+    d, V = locate(out, row, T, V, out_stride_b, out_stride_t, OUT_ALIGNED)
     live = tl.load(valid + row) != 0
     row_g = tl.load(g + row)
     row_entropy, row_g_entropy = 0.0, 0.0
@@ -29,7 +29,7 @@ def _row_grad_kernel(logits, ids, valid, row_max, row_sum, logps, entropy, g, g_
         x_y, _ = load_target(x, token_id, V)
         write_gradient(
             x, d, V, token_id, x_y, tl.load(logps + row), row_entropy, tl.load(row_max + row), tl.load(row_sum + row),
-            row_g, row_g_entropy, k, slope, softcap, cap_slope, g_entropy is not None, SAME_ALIGNMENT, BLOCK,
+            row_g, row_g_entropy, k, slope, softcap, cap_slope, g_entropy is not None, BLOCK,
         )  # fmt: skip
     else:
         write_zeros(d, V, BLOCK)
@@ -51,5 +51,5 @@ def row_grad(
         _row_grad_kernel[(B * T,)](
             logits, ids, valid, row_max, row_sum, logps, entropy, g, g_entropy, out,
             T, V, logits.stride(0), logits.stride(1), out.stride(0), out.stride(1), *transform,
-            SAME_ALIGNMENT=same_alignment(logits, out), **launch_shape(logits),
+            ALIGNED=aligned(logits), OUT_ALIGNED=aligned(logits, out), **launch_shape(logits),
         )  # fmt: skip

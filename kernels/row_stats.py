@@ -3,22 +3,22 @@
 import triton
 import triton.language as tl
 
-from grpo_fast.kernels.launch import Transform, launch_shape, on_device
-from grpo_fast.kernels.primitives import load_target, row_start, statistics
+from grpo_fast.kernels.launch import Transform, aligned, launch_shape, on_device
+from grpo_fast.kernels.primitives import load_target, locate, statistics
 
 DYNAMIC = ["T", "V", "stride_b", "stride_t"]
 
 
 @triton.jit(do_not_specialize=DYNAMIC, do_not_specialize_on_alignment=["logits"])
 def _row_stats_kernel(logits, ids, valid, logps, entropy, row_max, row_sum, T, V, stride_b, stride_t,
-                      k, softcap, cap_slope, BLOCK: tl.constexpr):  # fmt: skip
+                      k, softcap, cap_slope, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     row = tl.program_id(0)
     logp, row_entropy, reference, e_sum = 0.0, 0.0, 0.0, 1.0
     if tl.load(valid + row) != 0:
-        x = row_start(logits, row, T, stride_b, stride_t)
+        x, V = locate(logits, row, T, V, stride_b, stride_t, ALIGNED)
         x_y, _ = load_target(x, tl.load(ids + row), V)
         reference, e_sum, logp, row_entropy = statistics(
-            x, V, x_y, k, softcap, cap_slope, entropy is not None, BLOCK
+            x, V, x_y, k, softcap, cap_slope, entropy is not None, ALIGNED, BLOCK
         )
     tl.store(logps + row, logp)
     tl.store(row_max + row, reference)
@@ -41,5 +41,5 @@ def row_stats(logits, ids, valid, logps, entropy, row_max, row_sum, temperature,
     with on_device(logits):
         _row_stats_kernel[(B * T,)](
             logits, ids, valid, logps, entropy, row_max, row_sum, T, V, logits.stride(0), logits.stride(1),
-            transform.k, transform.softcap, transform.cap_slope, **launch_shape(logits),
+            transform.k, transform.softcap, transform.cap_slope, ALIGNED=aligned(logits), **launch_shape(logits),
         )  # fmt: skip
