@@ -81,6 +81,16 @@ inline float to_u_scalar(float x, const Transform& t) {
 // The gap to a maximum of -inf would be NaN for every -inf logit; against 0 each exponential is 0.
 inline float gap_origin(float u_max) { return u_max == -kInf ? 0.0f : u_max; }
 
+#ifndef AHEAD
+#define AHEAD 2048
+#endif
+#ifndef NEXT_KB
+#define NEXT_KB 0
+#endif
+constexpr int64_t kAhead = AHEAD;
+
+inline void prefetch(const void* p) { __builtin_prefetch(p); }
+
 template <class T>
 float block_max(const T* x, int64_t n) {
   F m0 = V::set1(-kInf), m1 = m0, m2 = m0, m3 = m0;
@@ -103,14 +113,15 @@ struct BlockSums {
 template <class T, bool kSoftcap, bool kEntropy, bool kKeep>
 struct BlockExp {
   const T* x;
+  const T* ahead;  // what to prefetch as the block goes
   float* kept;
   const Transform& transform;
   Exponent exponent;
   F origin;
   F sum[4], weighted[4];
 
-  BlockExp(const T* x, float* kept, float u_max, const Transform& t)
-      : x(x), kept(kept), transform(t), exponent(t), origin(V::set1(gap_origin(u_max))) {
+  BlockExp(const T* x, const T* ahead, float* kept, float u_max, const Transform& t)
+      : x(x), ahead(ahead), kept(kept), transform(t), exponent(t), origin(V::set1(gap_origin(u_max))) {
     for (int k = 0; k < 4; ++k) sum[k] = weighted[k] = V::set1(0.0f);
   }
 
@@ -123,6 +134,7 @@ struct BlockExp {
   }
 
   void whole(int64_t i, int k) {
+    if (k * sizeof(T) % sizeof(float) == 0) prefetch(ahead + i);  // once per cache line
     const F e = step(V::load(x + i), k);
     if constexpr (kKeep) V::store(kept + i, e);
   }
@@ -192,7 +204,7 @@ RowStats stats_impl(const T* row, int64_t vocab, int64_t target, const Transform
     }
     const float x_block = block_max(x, n);
     const float u_block = to_u_scalar<kSoftcap>(x_block, t);
-    BlockExp<T, kSoftcap, kEntropy, kKeep> exps(x, kKeep ? kept.exps + start : nullptr, u_block, t);
+    BlockExp<T, kSoftcap, kEntropy, kKeep> exps(x, row + start + kAhead, kKeep ? kept.exps + start : nullptr, u_block, t);
     running.merge(u_block, exps.run(n), t.slope);
     if constexpr (kKeep) kept.block_max[b] = u_block;
     x_max = std::max(x_max, x_block);
@@ -209,9 +221,19 @@ RowStats stats_impl(const T* row, int64_t vocab, int64_t target, const Transform
 }
 
 template <class T, bool kStream>
-void rescale_block(const float* exps, T* out, int64_t n, float factor) {
+void rescale_block(const float* exps, T* out, int64_t n, float factor, const char* next) {
   const F f = V::set1(factor);
   int64_t i = 0;
+  if (next) {
+    for (; i + 4 * W <= n; i += 4 * W) {
+      for (int k = 0; k < 4 * W * (int)sizeof(T); k += 64) __builtin_prefetch(next + i * sizeof(T) + k, 0, 2);
+      for (int k = 0; k < 4; ++k) {
+        const F y = V::mul(V::load(exps + i + k * W), f);
+        if constexpr (kStream) V::stream(out + i + k * W, y);
+        else V::store(out + i + k * W, y);
+      }
+    }
+  }
   for (; i + W <= n; i += W) {
     const F y = V::mul(V::load(exps + i), f);
     if constexpr (kStream) V::stream(out + i, y);
@@ -238,8 +260,9 @@ void rescale_impl(Kept kept, T* out, int64_t vocab, const Rescale& r, const Tran
   for (int64_t b = 0, start = 0; start < vocab; ++b, start += kBlock) {
     const int64_t n = std::min(kBlock, vocab - start);
     const float f = kept.block_max[b];
-    if (stream) rescale_block<T, true>(kept.exps + start, out + start, n, f);
-    else rescale_block<T, false>(kept.exps + start, out + start, n, f);
+    const char* next = r.next && start * sizeof(T) < NEXT_KB * 1024 ? r.next + (start + kAhead) * sizeof(T) : nullptr;
+    if (stream) rescale_block<T, true>(kept.exps + start, out + start, n, f, next);
+    else rescale_block<T, false>(kept.exps + start, out + start, n, f, next);
   }
   if (r.target >= 0) out[r.target] = narrow<T>(r.target_value);
   if (stream) V::fence();
