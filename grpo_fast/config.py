@@ -4,6 +4,7 @@ Everything is checked before a model loads; an error names `section.field`, what
 given and what to set. Field names are TRL's wherever TRL has the option.
 """
 
+import copy
 import dataclasses
 import difflib
 import re
@@ -293,7 +294,12 @@ def load_config(path: str | Path | None = None, overrides: typing.Sequence[str] 
             meaningless value.
         FileNotFoundError: no such recipe.
     """
-    values = {} if path is None else _read_recipe(Path(path))
+    return build_config({} if path is None else _read_recipe(Path(path)), overrides)
+
+
+def build_config(values: dict[str, Any], overrides: typing.Sequence[str] = ()) -> GRPOConfig:
+    """Makes a configuration of nested dicts, as a recipe reads, and applies overrides as `load_config` does."""
+    values = copy.deepcopy(values)
     for override in overrides:
         _apply_override(values, override)
     return _build(GRPOConfig, values, "")

@@ -5,7 +5,7 @@ held-out split does not depend on how much is trained on, and the two splits sha
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ def addition(
     separator: str = "+",
     digits: int = 1,
     conversational: bool = False,
+    earlier_turns: Sequence[dict[str, str]] = (),
     train_size: int = 10_000,
     eval_size: int = 500,
     seed: int = 0,
@@ -37,6 +38,7 @@ def addition(
         separator: between the numbers.
         digits: numbers are padded with zeros to this width.
         conversational: prompts are a user message rather than plain text.
+        earlier_turns: messages that come before it in every conversational prompt, such as a solved example.
         train_size: size of the training split, less where there are fewer problems.
         eval_size: size of the held-out split.
         seed: of the order of the problems.
@@ -50,6 +52,8 @@ def addition(
     ):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(f"data.task_args.{name}: expected an integer >= {least}, got {value!r}")
+    if earlier_turns and not conversational:
+        raise ValueError("data.task_args.earlier_turns: means nothing without conversational. Set it to true")
     if "{sum}" not in template:
         raise ValueError(f"data.task_args.template: expected text with {{sum}}, got {template!r}")
     base = max_value + 1
@@ -63,7 +67,7 @@ def addition(
 
     def prompt(numbers: list[int]) -> Any:
         text = template.replace("{sum}", separator.join(f"{number:0{digits}d}" for number in numbers))
-        return [{"role": "user", "content": text}] if conversational else text
+        return [*earlier_turns, {"role": "user", "content": text}] if conversational else text
 
     chosen = held_out if split == "eval" else trained
     return [{"prompt": prompt(numbers), "answer": str(sum(numbers))} for numbers in chosen]
