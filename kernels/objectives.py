@@ -36,9 +36,10 @@ def kl(logp, ref, beta):
 @triton.jit
 def clip(logp, old, ref, advantage, weight, params):
     """PPO's clipped surrogate with GRPO's k3 penalty, which sampling weights do not touch."""
-    log_ratio = 0.0
-    ratio = 1.0
-    if old is not None:
+    if old is None:
+        log_ratio = tl.zeros_like(advantage)
+        ratio = log_ratio + 1.0
+    else:
         log_ratio = logp - old
         ratio = exp(log_ratio)
     loss, g = clip_policy(log_ratio, ratio, advantage, weight, params)

@@ -172,7 +172,8 @@ def statistics(row, V, x_y, k, softcap, cap_slope, ENTROPY: tl.constexpr, ALIGNE
         shift = reference * row_k
         e_sum, et_sum = sweep_sums(row, V, row_k, shift, softcap, cap_slope, ENTROPY, ALIGNED, BLOCK)
     log2_sum = tl.log2(e_sum)
-    logp = (tl.fma(z_y, row_k, -shift) - log2_sum) * LN2
+    # k / row_k is 1 but for extreme logits, whose distance is measured with another k.
+    logp = tl.fma(z_y, row_k, -shift) * (k / row_k * LN2) - log2_sum * LN2
     entropy = (log2_sum - et_sum / e_sum) * LN2
     # Rounding may leave 1e-8 on the wrong side; written so that NaN stays NaN.
     return reference, e_sum, tl.where(logp > 0.0, 0.0, logp), tl.where(entropy < 0.0, 0.0, entropy)
