@@ -53,10 +53,7 @@ def find_linear_head(model: nn.Module) -> tuple[LinearHead | None, str]:
         got = None if hidden is None or hidden.shape[-1] != layer.in_features else head.logits(hidden).float()
     tolerance = 1e-4 if layer.weight.dtype in (torch.float32, torch.float64) else 2e-2
     if got is None or got.shape != expected.shape or not torch.allclose(got, expected, rtol=tolerance, atol=tolerance):
-        return (
-            None,
-            "loss from logits: the model changes hidden states or logits as its configuration does not name",
-        )
+        return None, "loss from logits: what the model does around its head is not named in its configuration"
     return head, "loss from hidden states: the head is a plain linear layer, logits are never materialised"
 
 

@@ -91,7 +91,8 @@ class GRPOTrainer:
         self.eos_ids = eos_token_ids(model, self.tokenizer)
         self.rollout = rollout or TransformersRollout(model, self.tokenizer)
         self.update = GRPOUpdate(self._make_forward(model), args)
-        _logger.info("%s: %s", type(model).__name__, self.update.forward.reason)
+        level = logging.INFO if self.update.forward.head else logging.WARNING
+        _logger.log(level, "%s: %s", type(model).__name__, self.update.forward.reason)
         self.reference = None
         if args.loss.beta > 0:
             dtype = reference_dtype(args.model.reference_dtype, model.dtype, model.device)

@@ -61,6 +61,7 @@ class GRPOUpdate:
         iterations = self.args.loss.num_iterations
         old_logps: list[Tensor | None] = [None] * len(batches)
         losses, norms, metrics = [], [], []
+        self.optimizer.zero_grad()  # whatever the caller left behind
         with update_mode(self.forward.model):
             for iteration in range(iterations):
                 for index, batch in enumerate(batches):

@@ -10,7 +10,6 @@ import importlib
 import inspect
 import logging
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -87,10 +86,10 @@ def _import(path: str) -> Callable:
 
 def reward_name(function: Callable) -> str:
     """The name a function has in metrics and errors."""
-    name = getattr(function, "__name__", None) or type(function).__name__
-    return (
-        re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower() if isinstance(function, tuple(SHIPPED.values())) else name
-    )
+    for name, shipped in SHIPPED.items():
+        if isinstance(function, shipped):
+            return name
+    return getattr(function, "__name__", None) or type(function).__name__
 
 
 @dataclass(frozen=True)

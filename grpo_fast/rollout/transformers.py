@@ -18,10 +18,8 @@ def eos_token_ids(model: PreTrainedModel, tokenizer=None) -> tuple[int, ...]:
     declared = getattr(model.generation_config, "eos_token_id", None)
     ids = set(declared if isinstance(declared, (list, tuple)) else [declared])
     ids.add(getattr(tokenizer, "eos_token_id", None))
-    vocab_size = model.get_input_embeddings().num_embeddings
-    return tuple(
-        sorted(i for i in ids if i is not None and 0 <= i < vocab_size)
-    )  # default configs name ids of other models
+    vocab_size = model.get_input_embeddings().num_embeddings  # default configs name ids of other models
+    return tuple(sorted(i for i in ids if i is not None and 0 <= i < vocab_size))
 
 
 def until_eos(ids: Sequence[int], eos_ids: Sequence[int]) -> tuple[tuple[int, ...], bool]:

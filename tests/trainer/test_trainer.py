@@ -330,6 +330,19 @@ def test_model_and_tokenizer_from_a_path(make_args, tmp_path, capsys):
     assert gf.GRPOTrainer(model, share_of_fives, make_args(), ROWS).tokenizer.eos_token_id == EOS
 
 
+def test_where_the_loss_is_computed_from_is_said_once(make_args, caplog):
+    with caplog.at_level(logging.INFO, logger="grpo_fast.trainer"):
+        make_trainer(make_args(loss={"beta": 0.1}))
+        model = make_model()
+        model.lm_head = torch.nn.Sequential(model.lm_head)
+        make_trainer(make_args(), model=model)
+    assert [(record.levelname, record.message) for record in caplog.records] == [
+        ("INFO", "LlamaForCausalLM: loss from hidden states: the head is a plain linear layer, "
+         "logits are never materialised"),
+        ("WARNING", "LlamaForCausalLM: loss from logits: the head is a Sequential, not a plain linear layer"),
+    ]  # fmt: skip
+
+
 def test_progress_bar(make_args, capsys):
     make_trainer(make_args(loss={"beta": 0.1}, log={"progress": True})).train()
     shown = capsys.readouterr().err

@@ -227,7 +227,7 @@ def test_an_unnamed_transformation_is_noticed():
     model.forward = shifted
     head, reason = find_linear_head(model)
     assert head is None
-    assert "as its configuration does not name" in reason
+    assert "is not named in its configuration" in reason
 
 
 def test_a_head_that_is_no_plain_linear_layer():
@@ -241,6 +241,16 @@ def test_a_head_that_is_no_plain_linear_layer():
     assert "the head is a Adapter" in reason
     _, metrics = run_update(model, beta=0.0)
     assert metrics["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_stale_gradients_do_not_count(kind):
+    expected, _ = run_update(make_model(kind), beta=0.0)
+    model = make_model(kind)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    update, _ = run_update(model, beta=0.0)
+    assert_close(update.gradients[0], expected.gradients[0], 0.0)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
