@@ -65,7 +65,7 @@ class LossMetrics:
         return self if other == 0 else NotImplemented  # sum() starts from 0
 
     def means(self) -> dict[str, Tensor]:
-        """0-d fp32 tensors under TRL's names, always the same keys; 0 where nothing was counted (kl without ref_logps)."""
+        """0-d fp32 tensors under TRL's names, always the same keys; 0 where nothing was counted."""
         value = dict(zip(LossMetrics.FIELDS, self.sums.unbind(), strict=True))
 
         def mean(total, count):
