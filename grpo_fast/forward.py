@@ -151,11 +151,7 @@ class PaddedForward:
     def _hidden(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:  # [N, D], [V, D], [V]
         trunk = self.model.base_model(input_ids=batch.input_ids, use_cache=False)
         hidden = trunk.last_hidden_state.flatten(0, 1).index_select(0, batch.positions)
-        weight, bias = self.head.layer.weight, self.head.layer.bias
-        if self.autocast is None:
-            return hidden, weight, bias
-        # autocast does not reach into the loss
-        return hidden.to(self.autocast), weight.to(self.autocast), None if bias is None else bias.to(self.autocast)
+        return hidden, self.head.layer.weight, self.head.layer.bias
 
     def _logits(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Logits [B, K, V] of the last K columns, ids and mask [B, K], flat indices [N] of the True slots.
