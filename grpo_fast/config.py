@@ -323,7 +323,9 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         raise ValueError(f"--set {override}: expected section.field=value, e.g. loss.beta=0")
     *sections, name = key.split(".")
     for depth, section in enumerate(sections):
-        values = values.setdefault(section, {})
+        if values.get(section) is None:  # missing, or empty in the recipe
+            values[section] = {}
+        values = values[section]
         if not isinstance(values, dict):
             raise ValueError(f"--set {override}: {'.'.join(sections[: depth + 1])} is not a section")
     values[name] = _parse_yaml(text, f"--set {override}")

@@ -97,9 +97,7 @@ def _read_parquet(path: Path) -> Iterable[Row]:
     try:
         from pyarrow import parquet
     except ImportError as error:
-        raise ImportError(
-            f"{path}: reading parquet needs pyarrow: pip install 'grpo-fast[datasets]'"
-        ) from error
+        raise ImportError(f"{path}: needs pyarrow: pip install 'grpo-fast[datasets]'") from error
     return parquet.read_table(path).to_pylist()
 
 
@@ -107,9 +105,7 @@ def _read_hub(name: str, split: str) -> Iterable[Row]:
     try:
         import datasets
     except ImportError as error:
-        raise ImportError(
-            f"hub:{name}: needs the datasets package: pip install 'grpo-fast[datasets]'"
-        ) from error
+        raise ImportError(f"hub:{name}: needs datasets: pip install 'grpo-fast[datasets]'") from error
     name, _, subset = name.partition(":")
     return list(datasets.load_dataset(name, subset or None, split=split))
 
@@ -142,10 +138,7 @@ def _check_prompt(row: Row, column: str, where: str) -> None:
 def _with_system_prompt(rows: list[Row], data: DataConfig) -> list[Row]:
     if data.system_prompt is None:
         return rows
-    return [
-        {**row, data.prompt_column: _conversation(row[data.prompt_column], data.system_prompt)}
-        for row in rows
-    ]
+    return [{**row, data.prompt_column: _conversation(row[data.prompt_column], data.system_prompt)} for row in rows]
 
 
 def _conversation(prompt: str | list[dict[str, str]], system_prompt: str) -> list[dict[str, str]]:

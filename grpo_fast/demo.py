@@ -46,7 +46,7 @@ class DemoResult:
 
 def demo_config(
     seed: int = 0,
-    steps: int = 150,
+    steps: int = 200,
     output_dir: str | Path = "runs/demo",
     overrides: Sequence[str] = (),
 ) -> GRPOConfig:
