@@ -1,10 +1,11 @@
 """What the Triton kernels compile to, read off the machine code. No GPU is needed.
 
-The production launchers run against a stand-in for the driver, which names a target and never launches, so that what is counted
-is what would run: the same argument types, constants and options. `python -m benchmarks.sass` prints the table.
+The production launchers run against a stand-in for the driver, which names a target and never launches, so that what
+is counted is what would run: the same argument types, constants and options. `python -m benchmarks.sass` prints it.
 
-Instructions per logit: those of the innermost loops over full blocks, divided by the logits that one pass of the loop loads per
-thread (told by the width of its loads). Work per row (prologue, last partial block, reductions) is not in it.
+Instructions per logit: those of the innermost loops over full blocks, divided by the logits that one pass of the loop
+loads per thread (told by the width of its loads). What a row costs besides (prologue, last columns, reductions, and
+the second try of a row whose target is improbable) is not in it.
 """
 
 import argparse
@@ -71,7 +72,7 @@ class OfflineDriver:
 
 @contextlib.contextmanager
 def offline(capability):
-    """Within it, launching a Triton kernel compiles it for sm_<capability> and does no more; CPU tensors do as arguments."""
+    """Within it, launching a Triton kernel compiles it for sm_<capability> and does no more; CPU tensors will do."""
     run = triton.JITFunction.run
 
     def compile_only(self, *args, grid, warmup, **kwargs):
@@ -142,7 +143,7 @@ def _count(body, opcode):
 
 
 def _sweeps(instructions):
-    """The loop that reads a row (a statistics sweep, which has exponentials) and the one that reads and writes it, if any.
+    """The loop that reads a row (a statistics sweep: it has exponentials) and the one that reads and writes, if any.
 
     The masked loops over a row's end are passed over where there are others; of equal sweeps the costlier one counts.
     """
@@ -167,9 +168,10 @@ def examine(name, compiled, dtype, V, capability):
         mufu += _count(body, "MUFU") / logits
         loads += widths(body, "LDG")
         stores += widths(body, "STG")
+    spills = _count(instructions, "STL") + _count(instructions, "LDL")
     return Report(
-        name, str(dtype).removeprefix("torch."), V, capability, compiled.metadata.num_warps, registers, stack,
-        _count(instructions, "STL") + _count(instructions, "LDL"), per_logit, mufu, min(loads, default=0), min(stores, default=0),
+        name, str(dtype).removeprefix("torch."), V, capability, compiled.metadata.num_warps, registers, stack, spills,
+        per_logit, mufu, min(loads, default=0), min(stores, default=0),
     )  # fmt: skip
 
 
@@ -182,8 +184,8 @@ def launch_grpo_loss(dtype, V, T=2, *, weights=False, old=False, ref=False, entr
     vector = torch.zeros(1, T)
     out = logits if inplace else torch.empty_like(logits)
     grpo_loss(
-        logits, ids, valid, vector, vector if weights else None, vector if old else None, vector if ref else None, vector,
-        torch.zeros(()) if entropy else None, vector, vector, vector if entropy else None, out,
+        logits, ids, valid, vector, vector if weights else None, vector if old else None, vector if ref else None,
+        vector, torch.zeros(()) if entropy else None, vector, vector, vector if entropy else None, out,
         1.0, softcap, 1.0, 0.8, 1.2, math.inf, 0.04 if ref else 0.0, False,
     )  # fmt: skip
 
@@ -246,7 +248,7 @@ def table(reports):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="registers, spills, access widths and instructions per logit of the Triton kernels")
+    parser = argparse.ArgumentParser(description="machine code of the Triton kernels")
     parser.add_argument("--sm", type=int, nargs="+", default=CAPABILITIES)
     parser.add_argument("--kernel", nargs="+", default=list(kernels()), choices=list(kernels()))
     parser.add_argument("--vocabulary", type=int, nargs="+", default=VOCABULARIES[-1:])

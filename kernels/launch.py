@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import torch
 
-# (row bytes up to, block in elements, warps). A row is read twice, the second time from L2, so the rows in flight on the whole
-# device must fit there (50 MB on an H100): the longer the row, the fewer and wider the programs of a multiprocessor. 16 elements
-# a thread keep 32 bytes of a 16-bit dtype in flight.
+# (row bytes up to, block in elements, warps). A row is read twice, the second time from L2, so the rows in flight on
+# the whole device must fit there (50 MB on an H100): the longer the row, the fewer and wider the programs of a
+# multiprocessor. 16 elements a thread keep 32 bytes of a 16-bit dtype in flight. Chosen by this arithmetic, not timed.
 LAUNCHES = ((8 << 10, 2048, 4), (32 << 10, 4096, 8), (96 << 10, 8192, 16), (math.inf, 16384, 32))
 
 # Contracting a*b + c is wanted; Triton is about to change its default, so every launch says so.
@@ -39,7 +39,7 @@ def launch_shape(logits):
 
 
 def aligned(*tensors):
-    """Whether all rows of [B, T, V] tensors start on 16 bytes and hold whole 16-byte vectors: see primitives.vectors."""
+    """Whether all rows of [B, T, V] tensors start on 16 bytes and hold whole 16-byte vectors: see primitives.locate."""
     return all(
         tensor.data_ptr() % 16 == 0
         and all(n * tensor.element_size() % 16 == 0 for n in (tensor.shape[2], tensor.stride(0), tensor.stride(1)))

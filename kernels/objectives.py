@@ -1,7 +1,7 @@
 """Token-level objectives: small functions of a token's scalars, injected into the row kernels as a tl.constexpr.
 
-An objective takes (logp, old, ref, advantage, weight, params) and returns (loss, g = dloss/dlogp). `old` and `ref` are None
-where the caller has none; `params` is a tuple of fp32 scalars, whose meaning is the objective's own.
+An objective takes (logp, old, ref, advantage, weight, params) and returns (loss, g = dloss/dlogp). `old` and `ref` are
+None where the caller has none; `params` is a tuple of fp32 scalars, whose meaning is the objective's own.
 """
 
 import math
@@ -14,7 +14,7 @@ from grpo_fast.kernels.primitives import exp, exp_remainder, expm1
 
 @triton.jit
 def clip_policy(log_ratio, ratio, advantage, weight, params):
-    """-w * min(min(r, delta)*A, clip(r, low, high)*A) and its derivative; decided on log-ratios, so nothing overflows."""
+    """-w * min(min(r, delta)*A, clip(r, low, high)*A) and its derivative, decided on log-ratios, which overflow not."""
     low, high, delta, log_low, log_high, log_delta, _ = params
     above = (advantage > 0.0) & (log_ratio > log_high)
     below = (advantage < 0.0) & (log_ratio < log_low)

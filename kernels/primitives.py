@@ -1,11 +1,12 @@
 """Row primitives shared by every kernel: one program owns one row of logits and sweeps it block by block.
 
-Legend: row, a pointer to the first of V logits; x, raw logits in fp32; z = cap(x); t = z * k - shift, the exponent in base 2,
-with k = log2(e) / temperature (times logit_scale when there is no softcap) and shift = reference * k; e = 2^t.
+Legend: row, a pointer to the first of V logits; x, raw logits in fp32; z = cap(x); t = z * k - shift, the exponent in
+base 2, with k = log2(e) / temperature (times logit_scale without a softcap) and shift = reference * k; e = 2^t.
 
-The compiler makes 128-bit accesses where `locate` tells it that rows start on 16 bytes and hold whole vectors. Elsewhere it reads
-and writes element by element, as a warp in consecutive addresses. The order of a row's sum depends on that, hence on V and the
-pitch, and on nothing else: not on the row's own address, which in a batch of odd rows is aligned for one row and not for the next.
+The compiler makes 128-bit accesses where `locate` tells it that rows start on 16 bytes and hold whole vectors.
+Elsewhere it reads and writes element by element, a warp in consecutive addresses. The order of a row's sum depends on
+that, hence on V and the pitch, and on nothing else: not on the row's own address, which in a batch of odd rows is
+aligned for one row and not for the next.
 """
 
 import triton
@@ -15,12 +16,13 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 VECTOR_BYTES = tl.constexpr(16)
 
-# Exponents are taken relative to the target's logit, so a row of sum <= 2^48 needs no maximum at all. Beyond it (the target
-# has p < 2^-48, or the sum overflowed, or is NaN) fp32 exponents lose digits and the row is summed again from its maximum.
+# Exponents are taken relative to the target's logit, so a row of sum <= 2^48 needs no maximum at all. Beyond it (the
+# target has p < 2^-48, or the sum overflowed, or is NaN) the row is summed again from its maximum. 2^48 is far beyond
+# what a sampled token has, and keeps the error of t below 2^-18.
 TARGET_SUM_LIMIT = tl.constexpr(2.0**48)
 
-# Logits near the end of fp32: where reference * k leaves the range, k gives way to a power of two. Two such logits are equal
-# or so far apart that the smaller has p = 0, whatever k is.
+# Logits near the end of fp32: where reference * k leaves the range, k gives way to a power of two. Two such logits are
+# equal or so far apart that the smaller has p = 0, whatever k is.
 SHIFT_LIMIT = tl.constexpr(2.0**126)
 EXTREME_K = tl.constexpr(2.0**-8)
 
@@ -44,7 +46,7 @@ def locate(tensor, row, T, V, stride_b, stride_t, ALIGNED: tl.constexpr):
 
 @triton.jit
 def widen(x):
-    """Logits to fp32. A bf16 is the upper half of its fp32, and one shift of the loaded word says so in fewer instructions."""
+    """Logits to fp32. A bf16 is the upper half of its fp32; said as a shift, this costs one instruction, not 1.5."""
     if x.dtype == tl.bfloat16:
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -69,13 +71,13 @@ def tanh(u):
 
 
 @triton.jit
-def cap(x, softcap, cap_slope):
-    """z = softcap * tanh(x * cap_slope) and dz/dx up to the constant factor `slope`; the identity when softcap is None."""
-    if softcap is None:
+def cap(x, transform):
+    """z = softcap * tanh(x * cap_slope), and dz/dx up to the factor `slope`; the identity when softcap is None."""
+    if transform.softcap is None:
         return x, 1.0
     else:
-        value, derivative = tanh(x * cap_slope)
-        return tl.where(x == float("-inf"), x, softcap * value), derivative
+        value, derivative = tanh(x * transform.cap_slope)
+        return tl.where(x == float("-inf"), x, transform.softcap * value), derivative
 
 
 @triton.jit
@@ -85,16 +87,16 @@ def exponent_scale(reference, k):
 
 
 @triton.jit
-def exponents(x, k, shift, softcap, cap_slope):
+def exponents(x, k, shift, transform):
     """(t, e, dz/dx) of a block. The rounding of `shift` is the same in every t of the row, hence cancels."""
-    z, derivative = cap(x, softcap, cap_slope)
+    z, derivative = cap(x, transform)
     t = tl.fma(z, k, -shift)
     return t, tl.exp2(t), derivative
 
 
 @triton.jit
 def fold(x, ALIGNED: tl.constexpr):
-    """Sum of 8 elements of a block that one thread holds, whichever way a block is spread: neighbours, or a warp apart."""
+    """Sums of 8 elements that one thread holds, whichever way a block is spread: neighbours, or a warp apart."""
     if ALIGNED:
         return tl.sum(tl.reshape(x, [x.shape[0] // 8, 8]), 1)
     else:
@@ -102,9 +104,9 @@ def fold(x, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def sums(x, k, shift, softcap, cap_slope, ENTROPY: tl.constexpr, ALIGNED: tl.constexpr):
+def sums(x, k, shift, transform, ENTROPY: tl.constexpr, ALIGNED: tl.constexpr):
     """(sum e, sum e*t) over a block, folded by 8: a register a fold instead of one an element, and no shuffles."""
-    t, e, _ = exponents(x, k, shift, softcap, cap_slope)
+    t, e, _ = exponents(x, k, shift, transform)
     e_sum = fold(e, ALIGNED)
     et_sum = e_sum
     if ENTROPY:
@@ -113,7 +115,7 @@ def sums(x, k, shift, softcap, cap_slope, ENTROPY: tl.constexpr, ALIGNED: tl.con
 
 
 @triton.jit
-def sweep_sums(row, V, k, shift, softcap, cap_slope, ENTROPY: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+def sweep_sums(row, V, k, shift, transform, ENTROPY: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """(sum e, sum e*t) over a row, whose lines stay in L2 for the sweep that follows.
 
     Only the last columns need masks; they go in half blocks, since a predicate for every element costs registers.
@@ -124,7 +126,7 @@ def sweep_sums(row, V, k, shift, softcap, cap_slope, ENTROPY: tl.constexpr, ALIG
     full = V // BLOCK * BLOCK
     for start in range(0, full, BLOCK):
         x = tl.load(row + start + lanes, eviction_policy="evict_last")
-        e, et = sums(widen(x), k, shift, softcap, cap_slope, ENTROPY, ALIGNED)
+        e, et = sums(widen(x), k, shift, transform, ENTROPY, ALIGNED)
         e_sum += e
         et_sum += et
     half: tl.constexpr = BLOCK // 2
@@ -133,7 +135,7 @@ def sweep_sums(row, V, k, shift, softcap, cap_slope, ENTROPY: tl.constexpr, ALIG
     et_tail = tl.zeros([half // 8], tl.float32)
     for start in range(full, V, half):
         x = tl.load(row + start + lanes, mask=lanes < V - start, other=float("-inf"), eviction_policy="evict_last")
-        e, et = sums(widen(x), k, shift, softcap, cap_slope, ENTROPY, ALIGNED)
+        e, et = sums(widen(x), k, shift, transform, ENTROPY, ALIGNED)
         e_tail += e
         et_tail += et
     return tl.sum(e_sum, 0) + tl.sum(e_tail, 0), tl.sum(et_sum, 0) + tl.sum(et_tail, 0)
@@ -159,29 +161,29 @@ def load_target(row, token_id, V):
 
 
 @triton.jit
-def statistics(row, V, x_y, k, softcap, cap_slope, ENTROPY: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+def statistics(row, V, x_y, transform, ENTROPY: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """(reference, sum, logp, entropy) of a row, in nats; sum = sum_j e^((z_j - reference) / temperature)."""
-    z_y, _ = cap(x_y, softcap, cap_slope)
+    z_y, _ = cap(x_y, transform)
     reference = z_y
-    row_k = exponent_scale(reference, k)
+    row_k = exponent_scale(reference, transform.k)
     shift = reference * row_k
-    e_sum, et_sum = sweep_sums(row, V, row_k, shift, softcap, cap_slope, ENTROPY, ALIGNED, BLOCK)
+    e_sum, et_sum = sweep_sums(row, V, row_k, shift, transform, ENTROPY, ALIGNED, BLOCK)
     if not (e_sum <= TARGET_SUM_LIMIT):
-        reference, _ = cap(sweep_max(row, V, BLOCK), softcap, cap_slope)
-        row_k = exponent_scale(reference, k)
+        reference, _ = cap(sweep_max(row, V, BLOCK), transform)
+        row_k = exponent_scale(reference, transform.k)
         shift = reference * row_k
-        e_sum, et_sum = sweep_sums(row, V, row_k, shift, softcap, cap_slope, ENTROPY, ALIGNED, BLOCK)
+        e_sum, et_sum = sweep_sums(row, V, row_k, shift, transform, ENTROPY, ALIGNED, BLOCK)
     log2_sum = tl.log2(e_sum)
     # k / row_k is 1 but for extreme logits, whose distance is measured with another k.
-    logp = tl.fma(z_y, row_k, -shift) * (k / row_k * LN2) - log2_sum * LN2
+    logp = tl.fma(z_y, row_k, -shift) * (transform.k / row_k * LN2) - log2_sum * LN2
     entropy = (log2_sum - et_sum / e_sum) * LN2
     # Rounding may leave 1e-8 on the wrong side; written so that NaN stays NaN.
     return reference, e_sum, tl.where(logp > 0.0, 0.0, logp), tl.where(entropy < 0.0, 0.0, entropy)
 
 
 @triton.jit
-def gradient_block(x, k, shift, a, b, softcap, cap_slope, ENTROPY: tl.constexpr):
-    t, e, derivative = exponents(x, k, shift, softcap, cap_slope)
+def gradient_block(x, k, shift, a, b, transform, ENTROPY: tl.constexpr):
+    t, e, derivative = exponents(x, k, shift, transform)
     factor = a
     if ENTROPY:
         factor = tl.fma(tl.maximum(t, LOWEST_EXPONENT), b, a)
@@ -189,41 +191,41 @@ def gradient_block(x, k, shift, a, b, softcap, cap_slope, ENTROPY: tl.constexpr)
 
 
 @triton.jit
-def write_gradient(row, out, V, token_id, x_y, logp, entropy, reference, e_sum, g, g_entropy, k, slope, softcap, cap_slope,
+def write_gradient(row, out, V, token_id, x_y, logp, entropy, reference, e_sum, g, g_entropy, transform,
                    ENTROPY: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """out_j = dz_j/dx_j * (g * (onehot_j - p_j) - g_entropy * p_j * (log p_j + H)); `out` may be `row`.
 
     The target's entry comes from fp32 scalars, 1 - p_y = -expm1(logp), and overwrites the one of the sweep.
     """
-    k = exponent_scale(reference, k)
+    k = exponent_scale(reference, transform.k)
     shift = reference * k
     # p_j * (log p_j + H) = e/sum * (t*ln2 - ln(sum) + H), so a row's coefficient is linear in t.
     a = -g
     b = 0.0
     if ENTROPY:
         a = a - g_entropy * (entropy - tl.log2(e_sum) * LN2)
-        b = -g_entropy * LN2 * (slope / e_sum)
-    a = a * (slope / e_sum)
+        b = -g_entropy * LN2 * (transform.slope / e_sum)
+    a = a * (transform.slope / e_sum)
 
     lanes = tl.arange(0, BLOCK)
     full = V // BLOCK * BLOCK
     for start in range(0, full, BLOCK):
         x = tl.load(row + start + lanes, eviction_policy="evict_first")
-        d = gradient_block(widen(x), k, shift, a, b, softcap, cap_slope, ENTROPY)
+        d = gradient_block(widen(x), k, shift, a, b, transform, ENTROPY)
         tl.store(out + start + lanes, d.to(out.dtype.element_ty), eviction_policy="evict_first")
     half: tl.constexpr = BLOCK // 2
     lanes = tl.arange(0, half)
     for start in range(full, V, half):
         mask = lanes < V - start
         x = tl.load(row + start + lanes, mask=mask, other=float("-inf"), eviction_policy="evict_first")
-        d = gradient_block(widen(x), k, shift, a, b, softcap, cap_slope, ENTROPY)
+        d = gradient_block(widen(x), k, shift, a, b, transform, ENTROPY)
         tl.store(out + start + lanes, d.to(out.dtype.element_ty), mask=mask, eviction_policy="evict_first")
 
-    _, derivative = cap(x_y, softcap, cap_slope)
+    _, derivative = cap(x_y, transform)
     target = -g * expm1(logp)
     if ENTROPY:
         target -= g_entropy * exp(logp) * (logp + entropy)
-    target = tl.where(x_y == float("-inf"), 0.0, target * slope * derivative)
+    target = tl.where(x_y == float("-inf"), 0.0, target * transform.slope * derivative)
     # Another thread wrote this entry in the sweep: order the two stores.
     tl.debug_barrier()
     tl.store(out + token_id, target.to(out.dtype.element_ty), mask=(token_id >= 0) & (token_id < V))

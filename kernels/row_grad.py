@@ -11,7 +11,7 @@ DYNAMIC = ["T", "V", "stride_b", "stride_t", "out_stride_b", "out_stride_t"]
 
 @triton.jit(do_not_specialize=DYNAMIC, do_not_specialize_on_alignment=["logits", "out"])
 def _row_grad_kernel(logits, ids, valid, row_max, row_sum, logps, entropy, g, g_entropy, out,
-                     T, V, stride_b, stride_t, out_stride_b, out_stride_t, k, slope, softcap, cap_slope,
+                     T, V, stride_b, stride_t, out_stride_b, out_stride_t, transform,
                      ALIGNED: tl.constexpr, OUT_ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     row = tl.program_id(0)
     x, V = locate(logits, row, T, V, stride_b, stride_t, ALIGNED)
@@ -29,7 +29,7 @@ def _row_grad_kernel(logits, ids, valid, row_max, row_sum, logps, entropy, g, g_
         x_y, _ = load_target(x, token_id, V)
         write_gradient(
             x, d, V, token_id, x_y, tl.load(logps + row), row_entropy, tl.load(row_max + row), tl.load(row_sum + row),
-            row_g, row_g_entropy, k, slope, softcap, cap_slope, g_entropy is not None, BLOCK,
+            row_g, row_g_entropy, transform, g_entropy is not None, BLOCK,
         )  # fmt: skip
     else:
         write_zeros(d, V, BLOCK)
@@ -40,8 +40,9 @@ def row_grad(
 ):
     """Write dL/dlogits into `out`, which may be `logits`, given g = dL/dlogp and g_entropy = dL/dentropy (or None).
 
-    Arguments as row_stats wrote them; g and g_entropy [B, T] fp32; out [B, T, V] in the logits' dtype, unit last stride. entropy
-    is read only with g_entropy. Rows that are masked, or have g == 0 and no g_entropy, are zeroed without being read.
+    Arguments as row_stats wrote them; g and g_entropy [B, T] fp32; out [B, T, V] in the logits' dtype, unit last
+    stride. entropy is read only with g_entropy. Rows that are masked, or have g == 0 and no g_entropy, are zeroed
+    without being read.
     """
     if valid.numel() == 0:
         return
@@ -50,6 +51,6 @@ def row_grad(
     with on_device(logits):
         _row_grad_kernel[(B * T,)](
             logits, ids, valid, row_max, row_sum, logps, entropy, g, g_entropy, out,
-            T, V, logits.stride(0), logits.stride(1), out.stride(0), out.stride(1), *transform,
+            T, V, logits.stride(0), logits.stride(1), out.stride(0), out.stride(1), transform,
             ALIGNED=aligned(logits), OUT_ALIGNED=aligned(logits, out), **launch_shape(logits),
         )  # fmt: skip

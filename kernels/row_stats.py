@@ -11,15 +11,13 @@ DYNAMIC = ["T", "V", "stride_b", "stride_t"]
 
 @triton.jit(do_not_specialize=DYNAMIC, do_not_specialize_on_alignment=["logits"])
 def _row_stats_kernel(logits, ids, valid, logps, entropy, row_max, row_sum, T, V, stride_b, stride_t,
-                      k, softcap, cap_slope, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                      transform, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     row = tl.program_id(0)
     logp, row_entropy, reference, e_sum = 0.0, 0.0, 0.0, 1.0
     if tl.load(valid + row) != 0:
         x, V = locate(logits, row, T, V, stride_b, stride_t, ALIGNED)
         x_y, _ = load_target(x, tl.load(ids + row), V)
-        reference, e_sum, logp, row_entropy = statistics(
-            x, V, x_y, k, softcap, cap_slope, entropy is not None, ALIGNED, BLOCK
-        )
+        reference, e_sum, logp, row_entropy = statistics(x, V, x_y, transform, entropy is not None, ALIGNED, BLOCK)
     tl.store(logps + row, logp)
     tl.store(row_max + row, reference)
     tl.store(row_sum + row, e_sum)
@@ -30,9 +28,9 @@ def _row_stats_kernel(logits, ids, valid, logps, entropy, row_max, row_sum, T, V
 def row_stats(logits, ids, valid, logps, entropy, row_max, row_sum, temperature, softcap, logit_scale):
     """Write a row's log p(ids), entropy and softmax reference, in nats.
 
-    logits [B, T, V] fp32, bf16 or fp16, unit last stride; ids [B, T] int64; valid [B, T] uint8. Outputs [B, T] fp32; entropy may
-    be None. (row_max, row_sum): p_j = e^((z_j - row_max)/temperature) / row_sum, where row_max is the target's z or, where that
-    would lose digits, the maximum. Masked rows: 0, 0, 0, 1, without reading them. An id outside [0, V): logp NaN.
+    logits [B, T, V] fp32, bf16 or fp16, unit last stride; ids [B, T] int64; valid [B, T] uint8. Outputs [B, T] fp32;
+    entropy may be None. p_j = e^((z_j - row_max)/temperature) / row_sum, where row_max is the target's z or, where
+    that would lose digits, the maximum. Masked rows: 0, 0, 0, 1, without reading them. An id outside [0, V): NaN.
     """
     if valid.numel() == 0:
         return
@@ -41,5 +39,5 @@ def row_stats(logits, ids, valid, logps, entropy, row_max, row_sum, temperature,
     with on_device(logits):
         _row_stats_kernel[(B * T,)](
             logits, ids, valid, logps, entropy, row_max, row_sum, T, V, logits.stride(0), logits.stride(1),
-            transform.k, transform.softcap, transform.cap_slope, ALIGNED=aligned(logits), **launch_shape(logits),
+            transform, ALIGNED=aligned(logits), **launch_shape(logits),
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Run each file of numerics/ (in Triton's interpreter, and on a GPU where there is one) and compiled/ (offline compiler)."""
+"""Run each file of numerics/ (in Triton's interpreter; on a GPU where there is one) and of compiled/ (on any)."""
 
 import os
 import re

@@ -34,8 +34,8 @@ SCALARS = {
 }  # fmt: skip
 
 
-def make_case(B=2, T=3, V=1003, dtype=torch.float32, spread=3.0, seed=0, old=False, ref=False, weights=False, entropy=False,
-              **scalars):  # fmt: skip
+def make_case(B=2, T=3, V=1003, dtype=torch.float32, *, spread=3.0, seed=0,
+              old=False, ref=False, weights=False, entropy=False, **scalars):  # fmt: skip
     """Random case with one masked slot (where there are several); old and ref within 0.5 of logp."""
     draw = torch.Generator().manual_seed(seed)
 
@@ -105,7 +105,10 @@ def expected(case):
         total = total - case.entropy_scale.double() * entropy.sum()
     (grad,) = torch.autograd.grad(total, x)
     return SimpleNamespace(
-        losses=losses.detach(), logps=logps.detach(), entropy=entropy.detach(), grad=grad.masked_fill(~valid[..., None], 0.0)
+        losses=losses.detach(),
+        logps=logps.detach(),
+        entropy=entropy.detach(),
+        grad=grad.masked_fill(~valid[..., None], 0.0),
     )
 
 
@@ -136,7 +139,11 @@ def error(got, want):
 
 
 # To nearest on a GPU; Triton's interpreter cuts a bf16 off, which is up to a whole unit in the last place.
-ROUNDING = {torch.float32: 3e-6, torch.float16: 2.0**-11 + 3e-6, torch.bfloat16: 2.0**-7 if DEVICE == "cpu" else 2.0**-8}
+ROUNDING = {
+    torch.float32: 3e-6,
+    torch.float16: 2.0**-11 + 3e-6,
+    torch.bfloat16: 2.0**-7 if DEVICE == "cpu" else 2.0**-8,
+}
 
 
 def check(got, want, dtype, tolerance=3e-6):

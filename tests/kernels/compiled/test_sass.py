@@ -74,7 +74,15 @@ def test_loops_are_found_by_their_backward_branches():
     def code(*texts):
         return [sass.Instruction(16 * i, text) for i, text in enumerate(texts)]
 
-    inner = code("MOV R1, R2", "LDG.E.EF.128 R4, desc[UR8][R18.64]", "@!P0 BRA 0x10", "BRA 0x50", "EXIT", "@P1 BRA 0x0", "BRA 0x60")
+    inner = code(
+        "MOV R1, R2",
+        "LDG.E.EF.128 R4, desc[UR8][R18.64]",
+        "@!P0 BRA 0x10",
+        "BRA 0x50",
+        "EXIT",
+        "@P1 BRA 0x0",
+        "BRA 0x60",
+    )
     (body,) = sass.innermost_loops(inner)
     assert [i.address for i in body] == [0x10, 0x20]
     assert sass.widths(inner, "LDG") == [128]

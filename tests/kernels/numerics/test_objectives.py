@@ -1,4 +1,4 @@
-"""The objectives' values and derivatives against float64 autograd, on vectors of tokens, and the scalar functions under them."""
+"""The objectives' values and derivatives against float64 autograd, and the scalar functions under them."""
 
 import math
 
@@ -20,10 +20,17 @@ def _load(tensor, lanes):
 
 
 @triton.jit
-def _objective_kernel(logps, old, ref, advantages, weights, loss, g, n, constants, OBJECTIVE: tl.constexpr, BLOCK: tl.constexpr):
+def _objective_kernel(
+    logps, old, ref, advantages, weights, loss, g, n, constants, OBJECTIVE: tl.constexpr, BLOCK: tl.constexpr
+):
     lanes = tl.arange(0, BLOCK)
     value, derivative = OBJECTIVE(
-        tl.load(logps + lanes), _load(old, lanes), _load(ref, lanes), tl.load(advantages + lanes), tl.load(weights + lanes), constants
+        tl.load(logps + lanes),
+        _load(old, lanes),
+        _load(ref, lanes),
+        tl.load(advantages + lanes),
+        tl.load(weights + lanes),
+        constants,
     )
     tl.store(loss + lanes, value, mask=lanes < n)
     tl.store(g + lanes, derivative, mask=lanes < n)
@@ -43,7 +50,11 @@ def evaluate(objective, logps, old, ref, advantages, weights=None, low=0.8, high
     n = 1 << max(0, (len(logps) - 1).bit_length())
 
     def padded(v):
-        return None if v is None else torch.nn.functional.pad(torch.as_tensor(v, dtype=torch.float32, device=DEVICE), (0, n - len(v)))
+        return (
+            None
+            if v is None
+            else torch.nn.functional.pad(torch.as_tensor(v, dtype=torch.float32, device=DEVICE), (0, n - len(v)))
+        )
 
     weights = [1.0] * len(logps) if weights is None else weights
     loss, g = torch.zeros(2, n, device=DEVICE)
@@ -64,12 +75,9 @@ def relative(got, want):
 
 
 @pytest.mark.parametrize("with_old", [True, False])
-@pytest.mark.parametrize("with_ref", [True, False])
-@pytest.mark.parametrize("unbiased", [True, False])
+@pytest.mark.parametrize("with_ref, unbiased", [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("delta", [math.inf, 1.5])
 def test_against_autograd(with_old, with_ref, unbiased, delta):
-    if unbiased and not with_ref:
-        pytest.skip("there is nothing to correct without a reference")
     logps, old, ref, advantages, weights = torch.randn(5, 512, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     weights = weights.abs()
     beta = 0.1 if with_ref else 0.0
@@ -81,7 +89,16 @@ def test_against_autograd(with_old, with_ref, unbiased, delta):
     (want,) = torch.autograd.grad(loss.sum(), x)
     objective = objectives.clip_unbiased_kl if unbiased else objectives.clip
     got, g = evaluate(
-        objective, logps, old if with_old else None, ref if with_ref else None, advantages, weights, 0.8, 1.3, delta, beta
+        objective,
+        logps,
+        old if with_old else None,
+        ref if with_ref else None,
+        advantages,
+        weights,
+        0.8,
+        1.3,
+        delta,
+        beta,
     )
     assert error(got, loss.detach()) < 1e-6
     assert error(g, want) < 1e-6
@@ -137,7 +154,9 @@ def test_k3_and_expm1_are_accurate_relatively():
     x = grid(80.0)
     d = x.double()
     # e^d - d - 1 cancels in float64 too, below 1e-3: its series there.
-    want = torch.where(d.abs() < 1e-2, d * d / 2 * (1 + d / 3 * (1 + d / 4 * (1 + d / 5 * (1 + d / 6)))), torch.expm1(d) - d)
+    want = torch.where(
+        d.abs() < 1e-2, d * d / 2 * (1 + d / 3 * (1 + d / 4 * (1 + d / 5 * (1 + d / 6)))), torch.expm1(d) - d
+    )
     assert relative(unary(primitives.exp_remainder, x), want) < 1e-6
     assert relative(unary(primitives.expm1, x), torch.expm1(d)) < 1e-6
 
@@ -148,7 +167,8 @@ def test_exp_is_accurate_over_its_range():
     edge = torch.tensor([88.7, 89.0, 1e30, math.inf, -110.0, -1e30, -math.inf, math.nan], device=DEVICE)
     got = unary(primitives.exp, edge).tolist()
     assert got[0] == pytest.approx(math.exp(torch.tensor(88.7).item()), rel=1e-6)
-    assert got[1:7] == [math.inf, math.inf, math.inf, 0.0, 0.0, 0.0] and math.isnan(got[7])
+    assert got[1:7] == [math.inf, math.inf, math.inf, 0.0, 0.0, 0.0]
+    assert math.isnan(got[7])
 
 
 def test_tanh_is_accurate_relatively():

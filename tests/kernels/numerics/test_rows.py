@@ -27,8 +27,9 @@ def gradient(logits, ids, valid, transform, g, g_entropy, out):
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("V", [5, 2051, 9000])
+@pytest.mark.parametrize(
+    "V, dtype", [(5, torch.float32), (2051, torch.float16), (2056, torch.bfloat16), (9000, torch.bfloat16)]
+)
 def test_statistics_and_gradient(V, dtype, transform):
     case = make_case(V=V, dtype=dtype)
     valid = case.valid.bool()
@@ -41,7 +42,8 @@ def test_statistics_and_gradient(V, dtype, transform):
     logps, entropy, row_max, row_sum = statistics(case.logits, case.ids, case.valid, transform)
     assert error(logps, logp.detach()) < 3e-6
     assert error(entropy, H.detach()) < 3e-6
-    assert row_max[~valid].tolist() == [0.0] and row_sum[~valid].tolist() == [1.0]
+    assert row_max[~valid].tolist() == [0.0]
+    assert row_sum[~valid].tolist() == [1.0]
     only_logps = statistics(case.logits, case.ids, case.valid, transform, entropy=False)[0]
     assert error(only_logps, logps) < 1e-6
 
@@ -59,14 +61,15 @@ def test_statistics_and_gradient(V, dtype, transform):
 
 def test_rows_without_gradient_are_not_read():
     case = make_case(V=203)
-    logps, entropy, row_max, row_sum = statistics(case.logits, case.ids, case.valid, TRANSFORMS[0])
+    logps, _entropy, row_max, row_sum = statistics(case.logits, case.ids, case.valid, TRANSFORMS[0])
     g = torch.tensor([[1.0, math.nan, 0.0], [0.0, -2.0, 0.0]], device=DEVICE)  # slot (0, 1) is masked
     logits = case.logits.masked_fill((g == 0)[..., None] | (case.valid == 0)[..., None], math.nan)
     out = poison(*logits.shape)
     row_grad(logits, case.ids, case.valid, row_max, row_sum, logps, None, g, None, out, 1.0, 0.0, 1.0)
     dead = (g == 0) | (case.valid == 0)
     assert (out[dead] == 0).all()
-    assert torch.isfinite(out).all() and (out[~dead] != 0).any()
+    assert torch.isfinite(out).all()
+    assert (out[~dead] != 0).any()
 
 
 def test_two_sweeps_equal_one_launch():
