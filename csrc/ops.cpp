@@ -43,6 +43,9 @@ cpu::Rows rows_like(const Tensor& out, const Tensor& logits) {
   STD_TORCH_CHECK(out.size(0) == logits.size(0) && rows.T == logits.size(1) && rows.V == logits.size(2) &&
                       out.scalar_type() == logits.scalar_type(),
                   "grpo_fast_cpu: out must have the shape and dtype of logits");
+  const bool same_strides = out.stride(0) == logits.stride(0) && out.stride(1) == logits.stride(1);
+  STD_TORCH_CHECK(rows.data != logits.data_ptr() || same_strides || out.numel() == 0,
+                  "grpo_fast_cpu: out is neither logits nor apart from them");
   return rows;
 }
 

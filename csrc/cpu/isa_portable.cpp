@@ -28,13 +28,8 @@ struct V {
   static F sub(F a, F b) { return map([&](int i) { return a.lane[i] - b.lane[i]; }); }
   static F mul(F a, F b) { return map([&](int i) { return a.lane[i] * b.lane[i]; }); }
   static F div(F a, F b) { return map([&](int i) { return a.lane[i] / b.lane[i]; }); }
-  // Fused by way of double, where the product of two floats is exact.
-  static F fma(F a, F b, F c) {
-    return map([&](int i) { return float(double(a.lane[i]) * b.lane[i] + c.lane[i]); });
-  }
-  static F fms(F a, F b, F c) {
-    return map([&](int i) { return float(double(a.lane[i]) * b.lane[i] - c.lane[i]); });
-  }
+  static F fma(F a, F b, F c) { return map([&](int i) { return fused(a.lane[i], b.lane[i], c.lane[i]); }); }
+  static F fms(F a, F b, F c) { return map([&](int i) { return fused(a.lane[i], b.lane[i], -c.lane[i]); }); }
   static F mad(F a, F b, F c) { return map([&](int i) { return a.lane[i] * b.lane[i] + c.lane[i]; }); }
   // b where either is NaN, as the x86 instruction.
   static F max(F a, F b) { return map([&](int i) { return a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]; }); }
@@ -91,6 +86,14 @@ struct V {
   static void fence() {}
 
  private:
+  // Without the instruction, by way of double, where the product of two floats is exact.
+  static float fused(float a, float b, float c) {
+#ifdef FP_FAST_FMAF
+    return std::fma(a, b, c);
+#else
+    return float(double(a) * b + c);
+#endif
+  }
   static float power_of_two(int n) { return std::bit_cast<float>((n + 127) << 23); }
 };
 

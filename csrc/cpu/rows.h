@@ -67,8 +67,8 @@ struct Rescale {
   float factor;
   int64_t target;     // -1: none
   float target_value;
-  bool stream;        // non-temporal stores
-  const char* next;   // memory to prefetch as the sweep goes, as long as a row; or nullptr
+  bool stream;        // non-temporal stores: out is another tensor, whose old content nobody needs in the cache
+  const void* next;   // the row to prefetch into L2 as the sweep goes, or nullptr
 };
 
 // Sweep 2 from the logits: out_j = dz_j/dx_j * (g * (onehot_j - p_j) - g_entropy * p_j * (log p_j + H)).

@@ -1,6 +1,8 @@
 """Strides, masks, threads, and what a row may depend on: itself alone."""
 
+import ctypes
 import math
+import mmap
 
 import native_rows as rows
 import pytest
@@ -109,3 +111,39 @@ def test_a_nan_logit_is_not_hidden(ops, where):
     assert got.logps.isnan().all()
     assert got.losses.isnan().all()
     assert got.grad.isnan().all()
+
+
+@pytest.fixture
+def fenced():
+    """fenced(nbytes, at_end) -> a uint8 tensor of nbytes between pages that nobody may touch."""
+    page, libc, maps = mmap.PAGESIZE, ctypes.CDLL(None, use_errno=True), []
+
+    def allocate(nbytes, at_end):
+        pages = -(-nbytes // page)
+        memory = mmap.mmap(-1, (pages + 2) * page)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        for guard in (start, start + (pages + 1) * page):
+            assert libc.mprotect(ctypes.c_void_p(guard), page, 0) == 0
+        maps.append(memory)
+        offset = page + (pages * page - nbytes if at_end else 0)
+        return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=offset)
+
+    return allocate
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mprotect"), reason="needs mprotect")
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize("V", [1, 3, 15, 16, 31, 65, 2049, 4100])  # around a vector, an unroll, and one and two blocks
+def test_nothing_outside_of_the_rows_is_touched(ops, fenced, V, dtype):
+    """A stray read or write ends the process."""
+    for at_end in (False, True):
+        problem = rows.make_problem(1, 2, V, dtype, masked=False, entropy_scale=torch.tensor(0.1))
+        logits = fenced(2 * V * dtype.itemsize, at_end).view(dtype).view(1, 2, V)
+        logits.copy_(problem.logits)
+        out = fenced(2 * V * dtype.itemsize, at_end).view(dtype).view(1, 2, V)
+        problem.logits = logits
+        rows.native_loss(ops, problem, out)
+        problem.entropy_scale = None
+        rows.native_loss(ops, problem, out)
+        rows.native_loss(ops, problem, logits)
+        ops.scale_(logits, torch.tensor(0.5))

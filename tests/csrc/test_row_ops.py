@@ -137,5 +137,10 @@ def test_refusals(ops):
     p.logits = torch.empty(1, 8, 2).transpose(1, 2)
     with pytest.raises(RuntimeError, match="unit stride"):
         rows.native_loss(ops, p)
+    p = rows.make_problem(1, 2, 8, masked=False)
+    memory = torch.zeros(1, 3, 16)
+    p.logits = memory[:, :2, :8]
+    with pytest.raises(RuntimeError, match="neither logits nor apart"):
+        rows.native_loss(ops, p, out=memory.view(1, 6, 8)[:, :2])
     with pytest.raises(RuntimeError, match="no instruction set mmx"):
         ops.set_isa("mmx")
