@@ -10,14 +10,6 @@ from grpo_fast.kernels.primitives import load_target, locate, statistics, write_
 DYNAMIC = ["T", "V", "stride_b", "stride_t", "out_stride_b", "out_stride_t"]
 
 
-@triton.jit
-def _load_optional(tensor, row):
-    if tensor is None:
-        return None
-    else:
-        return tl.load(tensor + row)
-
-
 @triton.jit(do_not_specialize=DYNAMIC, do_not_specialize_on_alignment=["logits", "out"])
 def _grpo_loss_kernel(logits, ids, valid, advantages, weights, old_logps, ref_logps, coef, entropy_scale,
                       losses, logps, entropy, out, T, V, stride_b, stride_t, out_stride_b, out_stride_t,
@@ -33,11 +25,9 @@ def _grpo_loss_kernel(logits, ids, valid, advantages, weights, old_logps, ref_lo
         x_y, _ = load_target(x, token_id, V)
         HAS_ENTROPY: tl.constexpr = (entropy is not None) or (entropy_scale is not None)
         reference, e_sum, logp, row_entropy = statistics(x, V, x_y, transform, HAS_ENTROPY, ALIGNED, BLOCK)
-        weight = 1.0
-        if weights is not None:
-            weight = tl.load(weights + row)
-        old = _load_optional(old_logps, row)
-        ref = _load_optional(ref_logps, row)
+        weight = 1.0 if weights is None else tl.load(weights + row)
+        old = None if old_logps is None else tl.load(old_logps + row)
+        ref = None if ref_logps is None else tl.load(ref_logps + row)
         loss, g = OBJECTIVE(logp, old, ref, tl.load(advantages + row), weight, constants)
         g *= tl.load(coef + row)
         g_entropy = 0.0

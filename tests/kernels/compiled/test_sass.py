@@ -28,6 +28,7 @@ def test_budget(name, capability):
     assert report.load == report.store == 128
     assert 0 < report.instructions <= INSTRUCTIONS
     assert 2 <= report.mufu <= MUFU
+    assert (report.warps, report.registers > 32) == (32, True)  # one program a multiprocessor: rows in flight fit in L2
 
 
 @pytest.mark.parametrize("dtype", [FP16, FP32], ids=str)

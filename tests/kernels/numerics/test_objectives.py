@@ -12,22 +12,14 @@ from grpo_fast.kernels import objectives, primitives
 
 
 @triton.jit
-def _load(tensor, lanes):
-    if tensor is None:
-        return None
-    else:
-        return tl.load(tensor + lanes)
-
-
-@triton.jit
 def _objective_kernel(
     logps, old, ref, advantages, weights, loss, g, n, constants, OBJECTIVE: tl.constexpr, BLOCK: tl.constexpr
 ):
     lanes = tl.arange(0, BLOCK)
     value, derivative = OBJECTIVE(
         tl.load(logps + lanes),
-        _load(old, lanes),
-        _load(ref, lanes),
+        None if old is None else tl.load(old + lanes),
+        None if ref is None else tl.load(ref + lanes),
         tl.load(advantages + lanes),
         tl.load(weights + lanes),
         constants,
