@@ -6,10 +6,16 @@ from typing import NamedTuple
 
 import torch
 
-# (row bytes up to, block in elements, warps). A row is read twice, the second time from L2, so the rows in flight on
-# the whole device must fit there (50 MB on an H100): the longer the row, the fewer and wider the programs of a
-# multiprocessor. 16 elements a thread keep 32 bytes of a 16-bit dtype in flight. Chosen by this arithmetic, not timed.
-LAUNCHES = ((8 << 10, 2048, 4), (32 << 10, 4096, 8), (96 << 10, 8192, 16), (math.inf, 16384, 32))
+# (row bytes up to, block in elements, warps, registers a thread). A row is read twice, the second time from L2, so the
+# rows in flight on the whole device must fit there (50 MB on an H100): the longer the row, the fewer and wider the
+# programs of a multiprocessor. 16 elements a thread keep 32 bytes of a 16-bit dtype in flight. Chosen by this
+# arithmetic, not timed. The widest says what registers it may use, or ptxas spills to fit two programs.
+LAUNCHES = (
+    (8 << 10, 2048, 4, None),
+    (32 << 10, 4096, 8, None),
+    (96 << 10, 8192, 16, None),
+    (math.inf, 16384, 32, 64),
+)
 
 # Contracting a*b + c is wanted; Triton is about to change its default, so every launch says so.
 OPTIONS = {"enable_fp_fusion": True}
@@ -32,10 +38,10 @@ class Transform(NamedTuple):
 
 
 def launch_shape(logits):
-    """Keyword arguments BLOCK and num_warps for rows of this length."""
+    """Keyword arguments of a launch over rows of this length."""
     row_bytes = logits.shape[-1] * logits.element_size()
-    block, warps = next((block, warps) for limit, block, warps in LAUNCHES if row_bytes <= limit)
-    return {"BLOCK": block, "num_warps": warps, **OPTIONS}
+    block, warps, registers = next(choice for limit, *choice in LAUNCHES if row_bytes <= limit)
+    return {"BLOCK": block, "num_warps": warps, "maxnreg": registers, **OPTIONS}
 
 
 def aligned(*tensors):
