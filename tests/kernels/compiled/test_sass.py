@@ -72,6 +72,15 @@ def test_rows_alone(name, store, capability):
     assert 0 < report.instructions <= 6.5
 
 
+def test_the_target_is_written_behind_a_barrier():
+    # row_grad reduces nothing, so a barrier in it can only be the one between the sweep's stores and the target's.
+    sass.report("row_grad", BF16, V, 90)
+    (compiled,) = sass.variants(sass.kernels()["row_grad"][0], 90)
+    code = [i.text for i in sass.disassemble(compiled.asm["cubin"])]
+    barrier = max(i for i, text in enumerate(code) if "BAR.SYNC" in text)
+    assert any("STG.E.U16" in text for text in code[barrier:])
+
+
 def test_loops_are_found_by_their_backward_branches():
     def code(*texts):
         return [sass.Instruction(16 * i, text) for i, text in enumerate(texts)]
