@@ -40,16 +40,21 @@ T value_or(const T* p, int64_t n, T otherwise) {
   return p ? p[n] : otherwise;
 }
 
-// A large output that the caller has just allocated is not mapped yet, and on Linux each 4 KiB page of it costs a fault:
-// more than the whole computation. Asks for 2 MiB pages instead; on pages that are there already it changes nothing.
-void expect_writes(const Rows& out, int64_t tokens) {
-#if defined(MADV_HUGEPAGE)
-  constexpr uintptr_t huge = uintptr_t{1} << 21;
-  if (tokens == 0) return;
-  const auto first = reinterpret_cast<uintptr_t>(out.row(0)), last = reinterpret_cast<uintptr_t>(out.row(tokens - 1));
-  const uintptr_t begin = (first + huge - 1) & ~(huge - 1);
-  const uintptr_t end = (last + out.V * element_size(out.dtype)) & ~(huge - 1);
-  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+// A gradient that the caller has just allocated has no pages yet, and a fault for each of its 4 KiB pages costs more than
+// the computation. Has Linux provide a long row's pages in one call and says whether it did: they then lie zeroed in the
+// cache, where plain stores are the cheaper ones, while a row that has its pages is better written past the cache.
+bool provide_pages([[maybe_unused]] const void* row, [[maybe_unused]] int64_t bytes) {
+#if defined(MADV_POPULATE_WRITE)
+  constexpr int64_t page = 4096;
+  if (bytes < 16 * page) return false;
+  const auto address = reinterpret_cast<uintptr_t>(row);
+  const auto page_of = [](uintptr_t p) { return reinterpret_cast<void*>(p / page * page); };
+  unsigned char resident = 1;  // asked of a page in the middle, which no neighbouring row shares
+  if (mincore(page_of(address + bytes / 2), page, &resident) != 0 || (resident & 1)) return false;
+  const uintptr_t begin = address / page * page;
+  return madvise(page_of(begin), address + bytes - begin, MADV_POPULATE_WRITE) == 0;
+#else
+  return false;
 #endif
 }
 
@@ -103,13 +108,13 @@ void row_stats(const Rows& logits, const Tokens& tokens, const StatsArgs& args, 
 
 void row_grad(const Rows& logits, const Tokens& tokens, const GradArgs& args, const Rows& out, const Transform& t) {
   const auto grad = isa().rows(logits.dtype).grad;
-  if (logits.data != out.data) expect_writes(out, tokens.n);
   for_each_row(tokens.n, logits.V, [&] {
     return [&](int64_t n, int64_t) {
       const float g_entropy = value_or(args.g_entropy, n, 0.0f);
       if (!tokens.valid[n] || (args.g[n] == 0 && g_entropy == 0)) return zero_row(out, n);
       const Gradient row = {args.row_max[n], args.row_sum[n], args.logps[n], value_or(args.entropy, n, 0.0f),
                             args.g[n],       g_entropy,       in_range(tokens.ids[n], logits.V)};
+      if (logits.data != out.data) provide_pages(out.row(n), out.V * element_size(out.dtype));
       grad(logits.row(n), out.row(n), logits.V, row, t);
     };
   });
@@ -169,7 +174,8 @@ class LossWorker {
     const float at_target = stats.gap == -HUGE_VAL ? 0.0f : -dz * std::expm1(stats.logp());
     // Out of place the sweep only writes, so the next row can come in meanwhile: 12 %. In place it gained nothing.
     const void* next = !in_place_ && n + 1 < last && tokens_.valid[n + 1] ? logits_.row(n + 1) : nullptr;
-    const Rescale row = {stats.max, float(dz / stats.sum()), target, at_target, !in_place_, next};
+    const bool stream = !in_place_ && !provide_pages(out_.row(n), out_.V * element_size(out_.dtype));
+    const Rescale row = {stats.max, float(dz / stats.sum()), target, at_target, stream, next};
     rows_.rescale(kept, out_.row(n), logits_.V, row, t_);
   }
 
@@ -190,7 +196,6 @@ class LossWorker {
 
 void grpo_loss(const Rows& logits, const Tokens& tokens, const LossArgs& args, const Rows& out, const Transform& t,
                const ClipOptions& options) {
-  if (logits.data != out.data) expect_writes(out, tokens.n);
   for_each_row(tokens.n, logits.V, [&] { return LossWorker(logits, tokens, args, out, t, options); });
 }
 
