@@ -1,7 +1,7 @@
 """Row primitives shared by every kernel: one program owns one row of logits and sweeps it block by block.
 
-Legend: row, a pointer to the first of V logits; x, raw logits in fp32; z = cap(x); t = z * k - shift, the exponent in
-base 2, with k = log2(e) / temperature (times logit_scale without a softcap) and shift = reference * k; e = 2^t.
+Legend: row, a pointer to the first of V logits; x, raw logits in fp32; z = cap(x); t = (z - reference) * k, the
+exponent in base 2, with k = log2(e) / temperature (times logit_scale without a softcap); e = 2^t.
 
 The compiler makes 128-bit accesses where `locate` tells it that rows start on 16 bytes and hold whole vectors.
 Elsewhere it reads and writes element by element, a warp in consecutive addresses. The order of a row's sum depends on
@@ -20,11 +20,6 @@ VECTOR_BYTES = tl.constexpr(16)
 # target has p < 2^-48, or the sum overflowed, or is NaN) the row is summed again from its maximum. 2^48 is far beyond
 # what a sampled token has, and keeps the error of t below 2^-18.
 TARGET_SUM_LIMIT = tl.constexpr(2.0**48)
-
-# Logits near the end of fp32: where reference * k leaves the range, k gives way to a power of two. Two such logits are
-# equal or so far apart that the smaller has p = 0, whatever k is.
-SHIFT_LIMIT = tl.constexpr(2.0**126)
-EXTREME_K = tl.constexpr(2.0**-8)
 
 # Stands for t = -inf in products with p = 0, which must give 0.
 LOWEST_EXPONENT = tl.constexpr(-1e30)
@@ -81,16 +76,14 @@ def cap(x, transform):
 
 
 @triton.jit
-def exponent_scale(reference, k):
-    """k, or a power of two where reference * k overflows."""
-    return tl.where(tl.abs(reference * k) < SHIFT_LIMIT, k, EXTREME_K)
+def exponents(x, reference, transform):
+    """(t, e, dz/dx) of a block.
 
-
-@triton.jit
-def exponents(x, k, shift, transform):
-    """(t, e, dz/dx) of a block. The rounding of `shift` is the same in every t of the row, hence cancels."""
+    z * k - reference * k would be one instruction instead of two, but for logits of 1e8 its rounding is a factor of
+    e^10 and at 3e38 it overflows; the difference of two logits is exact where it matters.
+    """
     z, derivative = cap(x, transform)
-    t = tl.fma(z, k, -shift)
+    t = (z - reference) * transform.k
     return t, tl.exp2(t), derivative
 
 
@@ -104,9 +97,9 @@ def fold(x, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def sums(x, k, shift, transform, ENTROPY: tl.constexpr, ALIGNED: tl.constexpr):
+def sums(x, reference, transform, ENTROPY: tl.constexpr, ALIGNED: tl.constexpr):
     """(sum e, sum e*t) over a block, folded by 8: a register a fold instead of one an element, and no shuffles."""
-    t, e, _ = exponents(x, k, shift, transform)
+    t, e, _ = exponents(x, reference, transform)
     e_sum = fold(e, ALIGNED)
     et_sum = e_sum
     if ENTROPY:
@@ -115,7 +108,7 @@ def sums(x, k, shift, transform, ENTROPY: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def sweep_sums(row, V, k, shift, transform, ENTROPY: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+def sweep_sums(row, V, reference, transform, ENTROPY: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """(sum e, sum e*t) over a row, whose lines stay in L2 for the sweep that follows.
 
     Only the last columns need masks; they go in half blocks, since a predicate for every element costs registers.
@@ -126,7 +119,7 @@ def sweep_sums(row, V, k, shift, transform, ENTROPY: tl.constexpr, ALIGNED: tl.c
     full = V // BLOCK * BLOCK
     for start in range(0, full, BLOCK):
         x = tl.load(row + start + lanes, eviction_policy="evict_last")
-        e, et = sums(widen(x), k, shift, transform, ENTROPY, ALIGNED)
+        e, et = sums(widen(x), reference, transform, ENTROPY, ALIGNED)
         e_sum += e
         et_sum += et
     half: tl.constexpr = BLOCK // 2
@@ -135,7 +128,7 @@ def sweep_sums(row, V, k, shift, transform, ENTROPY: tl.constexpr, ALIGNED: tl.c
     et_tail = tl.zeros([half // 8], tl.float32)
     for start in range(full, V, half):
         x = tl.load(row + start + lanes, mask=lanes < V - start, other=float("-inf"), eviction_policy="evict_last")
-        e, et = sums(widen(x), k, shift, transform, ENTROPY, ALIGNED)
+        e, et = sums(widen(x), reference, transform, ENTROPY, ALIGNED)
         e_tail += e
         et_tail += et
     return tl.sum(e_sum, 0) + tl.sum(e_tail, 0), tl.sum(et_sum, 0) + tl.sum(et_tail, 0)
@@ -165,25 +158,20 @@ def statistics(row, V, x_y, transform, ENTROPY: tl.constexpr, ALIGNED: tl.conste
     """(reference, sum, logp, entropy) of a row, in nats; sum = sum_j e^((z_j - reference) / temperature)."""
     z_y, _ = cap(x_y, transform)
     reference = z_y
-    row_k = exponent_scale(reference, transform.k)
-    shift = reference * row_k
-    e_sum, et_sum = sweep_sums(row, V, row_k, shift, transform, ENTROPY, ALIGNED, BLOCK)
+    e_sum, et_sum = sweep_sums(row, V, reference, transform, ENTROPY, ALIGNED, BLOCK)
     if not (e_sum <= TARGET_SUM_LIMIT):
         reference, _ = cap(sweep_max(row, V, BLOCK), transform)
-        row_k = exponent_scale(reference, transform.k)
-        shift = reference * row_k
-        e_sum, et_sum = sweep_sums(row, V, row_k, shift, transform, ENTROPY, ALIGNED, BLOCK)
+        e_sum, et_sum = sweep_sums(row, V, reference, transform, ENTROPY, ALIGNED, BLOCK)
     log2_sum = tl.log2(e_sum)
-    # k / row_k is 1 but for extreme logits, whose distance is measured with another k.
-    logp = tl.fma(z_y, row_k, -shift) * (transform.k / row_k * LN2) - log2_sum * LN2
+    logp = (z_y - reference) * (transform.k * LN2) - log2_sum * LN2
     entropy = (log2_sum - et_sum / e_sum) * LN2
     # Rounding may leave 1e-8 on the wrong side; written so that NaN stays NaN.
     return reference, e_sum, tl.where(logp > 0.0, 0.0, logp), tl.where(entropy < 0.0, 0.0, entropy)
 
 
 @triton.jit
-def gradient_block(x, k, shift, a, b, transform, ENTROPY: tl.constexpr):
-    t, e, derivative = exponents(x, k, shift, transform)
+def gradient_block(x, reference, a, b, transform, ENTROPY: tl.constexpr):
+    t, e, derivative = exponents(x, reference, transform)
     factor = a
     if ENTROPY:
         factor = tl.fma(tl.maximum(t, LOWEST_EXPONENT), b, a)
@@ -197,8 +185,6 @@ def write_gradient(row, out, V, token_id, x_y, logp, entropy, reference, e_sum, 
 
     The target's entry comes from fp32 scalars, 1 - p_y = -expm1(logp), and overwrites the one of the sweep.
     """
-    k = exponent_scale(reference, transform.k)
-    shift = reference * k
     # p_j * (log p_j + H) = e/sum * (t*ln2 - ln(sum) + H), so a row's coefficient is linear in t.
     a = -g
     b = 0.0
@@ -211,14 +197,14 @@ def write_gradient(row, out, V, token_id, x_y, logp, entropy, reference, e_sum, 
     full = V // BLOCK * BLOCK
     for start in range(0, full, BLOCK):
         x = tl.load(row + start + lanes, eviction_policy="evict_first")
-        d = gradient_block(widen(x), k, shift, a, b, transform, ENTROPY)
+        d = gradient_block(widen(x), reference, a, b, transform, ENTROPY)
         tl.store(out + start + lanes, d.to(out.dtype.element_ty), eviction_policy="evict_first")
     half: tl.constexpr = BLOCK // 2
     lanes = tl.arange(0, half)
     for start in range(full, V, half):
         mask = lanes < V - start
         x = tl.load(row + start + lanes, mask=mask, other=float("-inf"), eviction_policy="evict_first")
-        d = gradient_block(widen(x), k, shift, a, b, transform, ENTROPY)
+        d = gradient_block(widen(x), reference, a, b, transform, ENTROPY)
         tl.store(out + start + lanes, d.to(out.dtype.element_ty), mask=mask, eviction_policy="evict_first")
 
     _, derivative = cap(x_y, transform)
