@@ -42,8 +42,8 @@ struct TanhAndSlope {
   F tanh, sech2;
 };
 
-// Below 0.63 a minimax polynomial in x^2 (relative error 7e-9); above, 1 - w with w = 2 e^-2|x| / (1 + e^-2|x|), where sech^2 = w (2 - w)
-// does not cancel.
+// Below 0.63 a minimax polynomial in x^2 (relative error 7e-9); above, 1 - w with w = 2 e^-2|x| / (1 + e^-2|x|), where
+// sech^2 = w (2 - w) does not cancel.
 inline TanhAndSlope tanh_and_slope(F x) {
   const F a = V::abs(x);
   const F e = exp_gap(V::mul(a, V::set1(-2.0f)), Exponent());
@@ -203,7 +203,8 @@ RowStats stats_impl(const T* row, int64_t vocab, int64_t target, const Transform
     }
     const float x_block = block_max(x, n);
     const float u_block = to_u_scalar<kSoftcap>(x_block, t);
-    BlockExp<T, kSoftcap, kEntropy, kKeep> exps(x, row + start + kAhead, kKeep ? kept.exps + start : nullptr, u_block, t);
+    float* const keep = kKeep ? kept.exps + start : nullptr;
+    BlockExp<T, kSoftcap, kEntropy, kKeep> exps(x, row + start + kAhead, keep, u_block, t);
     running.merge(u_block, exps.run(n), t.slope);
     if constexpr (kKeep) kept.block_max[b] = u_block;
     x_max = std::max(x_max, x_block);

@@ -20,13 +20,13 @@ namespace {
 // Calls make_worker() once per thread and the worker it returns with each row index.
 template <class MakeWorker>
 void for_each_row(int64_t rows, int64_t vocab, const MakeWorker& make_worker) {
-  if (rows == 0) return;
+  if (rows == 0 || vocab == 0) return;
   const int64_t threads = torch::stable::get_num_threads();
   const int64_t worth_a_thread = std::max<int64_t>(1, 16384 / vocab);
   const int64_t chunk = std::max(worth_a_thread, rows / (16 * threads));
   const int64_t workers = std::min(threads, (rows + chunk - 1) / chunk);
   std::atomic<int64_t> next{0};
-  torch::stable::parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {
+  torch::stable::parallel_for(0, workers, 1, [&](int64_t, int64_t) {
     auto worker = make_worker();
     for (int64_t first; (first = next.fetch_add(chunk, std::memory_order_relaxed)) < rows;) {
       const int64_t last = std::min(first + chunk, rows);
@@ -40,9 +40,9 @@ T value_or(const T* p, int64_t n, T otherwise) {
   return p ? p[n] : otherwise;
 }
 
-// A gradient that the caller has just allocated has no pages yet, and a fault for each of its 4 KiB pages costs more than
-// the computation. Has Linux provide a long row's pages in one call and says whether it did: they then lie zeroed in the
-// cache, where plain stores are the cheaper ones, while a row that has its pages is better written past the cache.
+// A gradient that the caller has just allocated has no pages yet, and a fault for each of its 4 KiB pages costs more
+// than the computation. Has Linux provide a long row's pages in one call and says whether it did: they then lie zeroed
+// in the cache, where plain stores are cheaper; a row that has its pages is better written past the cache.
 bool provide_pages([[maybe_unused]] const void* row, [[maybe_unused]] int64_t bytes) {
 #if defined(MADV_POPULATE_WRITE)
   constexpr int64_t page = 4096;

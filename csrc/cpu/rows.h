@@ -134,7 +134,8 @@ struct LossArgs {
 
 void row_stats(const Rows& logits, const Tokens&, const StatsArgs&, const Transform&);
 void row_grad(const Rows& logits, const Tokens&, const GradArgs&, const Rows& out, const Transform&);
-void grpo_loss(const Rows& logits, const Tokens&, const LossArgs&, const Rows& out, const Transform&, const ClipOptions&);
+void grpo_loss(const Rows& logits, const Tokens&, const LossArgs&, const Rows& out, const Transform&,
+               const ClipOptions&);
 void scale(const Rows& grad, int64_t n, float factor);
 
 }  // namespace grpo_fast::cpu
