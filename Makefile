@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.grpo_fast_installed
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
 
-.PHONY: train test test-real test-oldest lint bench
+.PHONY: train smollm2 test test-real test-oldest lint bench
 .DEFAULT_GOAL := train
 
 # torch comes first and alone: the extension is built against it, hence --no-build-isolation below.
@@ -18,6 +18,13 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt $(shell find csrc -type f)
 
 train: $(INSTALLED)
 	$(BIN)/grpo-fast demo
+
+# The real model's run, whose metrics and curve are kept in docs/.
+smollm2: $(INSTALLED)
+	$(BIN)/grpo-fast prepare-smollm2 models/SmolLM2-135M-Instruct
+	$(BIN)/grpo-fast train recipes/smollm2_arithmetic.yaml
+	mkdir -p docs/smollm2
+	cp runs/smollm2_arithmetic/metrics.jsonl runs/smollm2_arithmetic/reward.png docs/smollm2/
 
 test: $(INSTALLED)
 	$(PYTEST) -n 2 --dist loadfile -m 'not real' --durations=15
