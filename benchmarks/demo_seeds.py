@@ -32,7 +32,7 @@ def main() -> None:
     """Writes the table and fails where a seed rises by less than 0.3."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--runs", type=Path, default=Path("runs"))
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results/demo_seeds.csv")
     args = parser.parse_args()

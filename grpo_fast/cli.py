@@ -60,7 +60,7 @@ def train(
 @app.command()
 def demo(
     seed: Annotated[int, typer.Option(help="Of the model, the data and the sampling.")] = 0,
-    steps: Annotated[int, typer.Option(help="GRPO steps.")] = 150,
+    steps: Annotated[int, typer.Option(help="GRPO steps.")] = 200,
     output_dir: Annotated[Path, typer.Option(help="Where metrics and the checkpoint go.")] = Path("runs/demo"),
     overrides: Overrides = None,
 ) -> None:

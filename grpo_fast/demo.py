@@ -22,7 +22,7 @@ from grpo_fast.rollout.transformers import TransformersRollout
 from grpo_fast.trainer import GRPOTrainer
 
 PAD, EOS = "<pad>", "<eos>"
-WARM_START_ACCURACY = 0.2  # where the supervised phase stops, on training sums, greedy
+WARM_START_ACCURACY = 0.25  # where the supervised phase stops, on training sums, greedy
 WARM_START_RATE = 3e-3
 MAX_ANSWER_TOKENS = 4  # three digits and the end
 
@@ -47,7 +47,7 @@ class DemoResult:
 
 def demo_config(
     seed: int = 0,
-    steps: int = 150,
+    steps: int = 200,
     output_dir: str | Path = "runs/demo",
     overrides: Sequence[str] = (),
 ) -> GRPOConfig:

@@ -11,9 +11,9 @@ from grpo_fast.demo import demo_config, greedy_accuracy, run_demo
 def test_grpo_teaches_the_tiny_model_to_add(tmp_path):
     args = demo_config(0, 70, tmp_path, ["log.progress=false", "loss.beta=0", "eval.steps=0"])
     result = run_demo(args)
-    # Sampled reward is the quantity that GRPO climbs; over three seeds it rose by 0.20 and more in as many steps.
-    assert result.reward_after > result.reward_before + 0.12
-    assert result.accuracy_after > result.accuracy_before + 0.1
+    # Seen: sampled reward 0.16 -> 0.47, held-out accuracy 0.21 -> 0.54. Other thread counts sample other runs.
+    assert result.reward_after > result.reward_before + 0.15
+    assert result.accuracy_after > result.accuracy_before + 0.15
 
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     steps = [line["step"] for line in lines if "reward" in line]
