@@ -10,6 +10,7 @@ the second try of a row whose target is improbable) is not in it.
 
 import argparse
 import contextlib
+import csv
 import math
 import re
 import subprocess
@@ -240,9 +241,13 @@ def report(name, dtype, V, capability):
     return examine(name, compiled, dtype, V, capability)
 
 
+def _cells(report):
+    return tuple(f"{v:.2f}" if isinstance(v, float) else str(v) for v in astuple(report))
+
+
 def table(reports):
     rows = [tuple(field.name for field in fields(Report))]
-    rows += [tuple(f"{v:.2f}" if isinstance(v, float) else str(v) for v in astuple(r)) for r in reports]
+    rows += [_cells(r) for r in reports]
     columns = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, columns, strict=True)) for row in rows)
 
@@ -252,9 +257,16 @@ def main():
     parser.add_argument("--sm", type=int, nargs="+", default=CAPABILITIES)
     parser.add_argument("--kernel", nargs="+", default=list(kernels()), choices=list(kernels()))
     parser.add_argument("--vocabulary", type=int, nargs="+", default=VOCABULARIES[-1:])
+    parser.add_argument("--csv", type=Path, help="also write the table there")
     args = parser.parse_args()
     cases = [(n, d, v, sm) for n in args.kernel for d in DTYPES for v in args.vocabulary for sm in args.sm]
-    print(table([report(*case) for case in cases]))
+    reports = [report(*case) for case in cases]
+    print(table(reports))
+    if args.csv:
+        with args.csv.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(field.name for field in fields(Report))
+            writer.writerows(_cells(r) for r in reports)
 
 
 if __name__ == "__main__":
