@@ -57,8 +57,8 @@ class RolloutEngine(Protocol):
     def generate(self, prompts: list[list[int]], options: SamplingOptions, seed: int) -> list[Rollout]:
         """`options.n` completions of every prompt, side by side, in the prompts' order.
 
-        Equal weights, prompts, options and seed give equal completions; global random states are left as they
-        were.
+        Equal weights, prompts, options and seed give equal completions. Random states that others draw from,
+        the CPU's and every device's, are afterwards what they were.
         """
         ...
 

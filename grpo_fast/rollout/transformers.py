@@ -79,8 +79,12 @@ class TransformersRollout:
         """Copy the policy's weights into the copy sampled from, if there is one."""
         if self.model is model:
             return
-        torch._foreach_copy_(list(self.model.parameters()), list(model.parameters()))
-        torch._foreach_copy_(list(self.model.buffers()), list(model.buffers()))
+        for copies, sources in (
+            (self.model.parameters(), model.parameters()),
+            (self.model.buffers(), model.buffers()),
+        ):
+            for copy, source in zip(copies, sources, strict=True):
+                copy.copy_(source)
 
     def generate(self, prompts: list[list[int]], options: SamplingOptions, seed: int) -> list[Rollout]:
         """`options.n` completions of every prompt, group after group. See `RolloutEngine.generate`.
@@ -116,7 +120,7 @@ class TransformersRollout:
         devices = [model.device] if model.device.type == "cuda" else []
         defaults = model.generation_config
         with torch.random.fork_rng(devices=devices), evaluation_mode(model):
-            torch.manual_seed(seed)
+            _seed(seed, model.device)
             # generate() fills what a config leaves open from model.generation_config: hence the swap
             model.generation_config = GenerationConfig(
                 pad_token_id=self.pad_id, eos_token_id=list(self.eos_ids) or None
@@ -163,6 +167,14 @@ class TransformersRollout:
             truncated=not ended,
             logprobs=None if logprobs is None else tuple(logprobs[: len(ids)]),
         )
+
+
+def _seed(seed: int, device: torch.device) -> None:
+    """Seed the CPU and this device alone: torch.manual_seed would change every GPU's random state."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
 
 
 def _warpers(options: SamplingOptions) -> list[LogitsProcessor]:

@@ -88,6 +88,14 @@ def test_global_random_state_is_untouched_and_seeds_decide(llama):
     assert engine.generate(PROMPTS, options, 2) != first
 
 
+def test_other_devices_random_states_are_left_alone(llama, monkeypatch):
+    """torch.manual_seed would seed every GPU, of which only the model's own is restored."""
+    seeded = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    TransformersRollout(llama).generate(PROMPTS, SamplingOptions(max_tokens=2), 5)
+    assert seeded == []
+
+
 def test_rows_are_generated_in_parts_and_come_back_in_order(llama):
     options = SamplingOptions(n=3, max_tokens=5, temperature=0)
     whole = TransformersRollout(llama).generate(PROMPTS, options, 0)
@@ -204,21 +212,24 @@ def test_lengths_are_checked(llama):
     assert engine.generate([], SamplingOptions(), 0) == []
 
 
-def test_sampling_from_a_copy_follows_the_policy_only_when_synced(llama):
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])  # gpt2 has no buffers
+def test_sampling_from_a_copy_follows_the_policy_only_when_synced(kind):
+    model = make_model(kind)
     options = SamplingOptions(max_tokens=6, temperature=0)
-    engine = TransformersRollout(llama, copy_dtype=torch.float32)
+    engine = TransformersRollout(model, copy_dtype=torch.float32)
     before = engine.generate(PROMPTS, options, 0)
-    assert before == TransformersRollout(llama).generate(PROMPTS, options, 0)
+    assert before == TransformersRollout(model).generate(PROMPTS, options, 0)
     with torch.no_grad():
-        llama.lm_head.weight.neg_()
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter))
     assert engine.generate(PROMPTS, options, 0) == before
-    engine.sync(llama)
+    engine.sync(model)
     after = engine.generate(PROMPTS, options, 0)
-    assert after == TransformersRollout(llama).generate(PROMPTS, options, 0) != before
-    half = TransformersRollout(llama, copy_dtype=torch.bfloat16)
-    half.sync(llama)
+    assert after == TransformersRollout(model).generate(PROMPTS, options, 0) != before
+    half = TransformersRollout(model, copy_dtype=torch.bfloat16)
+    half.sync(model)
     assert half.model.dtype == torch.bfloat16
-    assert torch.equal(half.model.lm_head.weight, llama.lm_head.weight.to(torch.bfloat16))
+    assert torch.equal(half.model.lm_head.weight, model.lm_head.weight.to(torch.bfloat16))
 
 
 def test_interface(llama):
