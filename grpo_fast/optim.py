@@ -1,4 +1,4 @@
-"""AdamW and the learning rate as a function of the step."""
+"""AdamW and the learning rate as a function of the optimizer step."""
 
 import math
 
@@ -27,7 +27,7 @@ def make_optimizer(model: nn.Module, options: OptimConfig) -> torch.optim.AdamW:
 
 
 def learning_rate(options: OptimConfig, step: int, total: int) -> float:
-    """The rate of step `step` (from 0) of `total`: linear warm-up, then constant, linear or cosine to 0."""
+    """The rate of optimizer step `step` (from 0) of `total`: linear warm-up, then constant, linear or cosine to 0."""
     if step < options.warmup_steps:
         return options.learning_rate * (step + 1) / (options.warmup_steps + 1)  # 0 would waste the first step
     progress = (step - options.warmup_steps) / max(total - options.warmup_steps, 1)

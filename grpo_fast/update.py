@@ -45,20 +45,18 @@ class GRPOUpdate:
             batches: micro-batches of whole sequences.
             ref_logps: for each of them the reference's log-probs, float [N], or None without a reference.
             lengths: trained tokens of every completion of the step, 0 for one left out.
-            step: steps done before, which sets the learning rate.
+            step: steps done before: each was `num_iterations` optimizer steps, by which the learning rate goes.
 
         Returns:
-            loss and grad_norm (before clipping), means over the iterations; learning_rate; the loss's metrics
-            over all iterations. No completion with a token to train on: no optimizer step, and loss 0.
+            loss and grad_norm (before clipping), means over the iterations; learning_rate of the last; the loss's
+            metrics over all iterations. No completion with a token to train on: no optimizer step, and loss 0.
         """
-        rate = learning_rate(self.args.optim, step, self.args.max_steps)
+        iterations = self.args.loss.num_iterations
+        rates = [self._learning_rate(step * iterations + iteration) for iteration in range(iterations)]
         if not batches:
-            return {"loss": 0.0, "grad_norm": 0.0, "learning_rate": rate}
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            return {"loss": 0.0, "grad_norm": 0.0, "learning_rate": rates[-1]}
         counts = denominators(self.args.loss.loss_type, lengths, self.args.rollout.max_completion_length)
         denominator, entropy_denominator = torch.tensor(counts, device=batches[0].input_ids.device).unbind()
-        iterations = self.args.loss.num_iterations
         old_logps: list[Tensor | None] = [None] * len(batches)
         losses, norms, metrics = [], [], []
         self.optimizer.zero_grad()  # whatever the caller left behind
@@ -78,16 +76,22 @@ class GRPOUpdate:
                     metrics.append(out.metrics)
                     if iteration == 0 and iterations > 1:
                         old_logps[index] = out.logps
-                norms.append(self._optimizer_step())
+                norms.append(self._optimizer_step(rates[iteration]))
         values = {
             "loss": torch.stack(losses).sum() / iterations,
             "grad_norm": torch.stack(norms).mean(),
             **self._reported(sum(metrics).means()),
         }
         numbers = torch.stack([value.float() for value in values.values()]).tolist()  # the one host sync
-        return dict(zip(values, numbers, strict=True)) | {"learning_rate": rate}
+        return dict(zip(values, numbers, strict=True)) | {"learning_rate": rates[-1]}
 
-    def _optimizer_step(self) -> Tensor:
+    def _learning_rate(self, optimizer_step: int) -> float:
+        total = self.args.max_steps * self.args.loss.num_iterations
+        return learning_rate(self.args.optim, optimizer_step, total)
+
+    def _optimizer_step(self, rate: float) -> Tensor:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         norm = torch.nn.utils.clip_grad_norm_(parameters, self.args.optim.max_grad_norm)
         self.optimizer.step()

@@ -64,9 +64,11 @@ def plain_loss(model, options: LossConfig, temperature, old=None, reference=None
 class Recorded(GRPOUpdate):
     """Keeps every iteration's gradients."""
 
-    def _optimizer_step(self):
+    def _optimizer_step(self, rate):
         self.gradients = [*getattr(self, "gradients", []), gradients_of(self.forward.model)]
-        return super()._optimizer_step()
+        norm = super()._optimizer_step(rate)
+        self.rates = [*getattr(self, "rates", []), *{group["lr"] for group in self.optimizer.param_groups}]
+        return norm
 
 
 def gradients_of(model):
@@ -144,6 +146,23 @@ def test_second_iteration_clips_against_the_frozen_first():
     assert metrics["loss"] == pytest.approx(sum(losses) / 2, rel=1e-5)
     assert metrics["clip_ratio/region_mean"] > 0.05  # the second pass is off-policy and clips
     assert_close(dict(model.named_parameters()), dict(stepped.named_parameters()), 1e-4)
+
+
+@pytest.mark.parametrize(
+    "num_iterations, expected",
+    [(1, [1 / 3, 2 / 3, 1.0, 0.5]), (2, [1 / 3, 2 / 3, 1.0, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6])],
+)
+def test_warm_up_and_schedule_count_optimizer_steps(num_iterations, expected):
+    args = GRPOConfig(
+        max_steps=4,
+        loss=LossConfig(beta=0.0, num_iterations=num_iterations),
+        optim=OptimConfig(learning_rate=1.0, warmup_steps=2, lr_scheduler_type="linear"),
+    )
+    update = Recorded(PaddedForward(make_model("llama")), args)
+    batches = make_micro_batches(ROLLOUTS, ADVANTAGES, LENGTHS, max_tokens=10**6, pad_id=0)
+    reported = [update(batches, [None], LENGTHS, step)["learning_rate"] for step in range(4)]
+    assert update.rates == pytest.approx(expected)
+    assert reported == pytest.approx(expected[num_iterations - 1 :: num_iterations])  # the last of each step
 
 
 @pytest.mark.parametrize("logits_path", [False, True])
