@@ -39,12 +39,15 @@ class MemoryEstimate:
         return f"{self.parameters / 1e6:.1f} M parameters: {', '.join(parts)} = {total}"
 
 
-def count_parameters(config) -> int:
-    """Parameters of the causal language model that a configuration describes; allocates nothing."""
+def count_parameters(config, *, trust_remote_code: bool = False) -> int:
+    """Parameters of the causal language model that a configuration describes; allocates nothing.
+
+    Without `trust_remote_code`, code that comes with the checkpoint is not run: a ValueError of transformers.
+    """
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     return sum(parameter.numel() for parameter in model.parameters())
 
 

@@ -46,7 +46,8 @@ def predict_memory(args: GRPOConfig, config, device: torch.device) -> MemoryEsti
     """What training the model that `config` describes will hold, from its shapes alone."""
     dtype = _dtype(args.model.dtype, config)
     reference = reference_dtype(args.model.reference_dtype, dtype, device) if args.loss.beta > 0 else None
-    return estimate_memory(count_parameters(config), dtype, reference, on_gpu=device.type == "cuda")
+    parameters = count_parameters(config, trust_remote_code=args.model.trust_remote_code)
+    return estimate_memory(parameters, dtype, reference, on_gpu=device.type == "cuda")
 
 
 def _dtype(name: str, config) -> torch.dtype:

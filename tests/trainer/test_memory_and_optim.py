@@ -1,8 +1,11 @@
 """Predicted memory, loading, the optimizer and the learning rate."""
 
+import json
+
 import pytest
 import torch
 from tiny_models import make_model, make_tokenizer
+from transformers import AutoConfig
 
 from grpo_fast.config import GRPOConfig, LossConfig, ModelConfig, OptimConfig
 from grpo_fast.memory import (
@@ -57,6 +60,27 @@ def test_prediction_follows_the_configuration():
     half = GRPOConfig(model=ModelConfig(dtype="bfloat16", reference_dtype="float32"))
     assert predict_memory(half, config, CPU).total == 12 * parameters
     assert predict_memory(GRPOConfig(), config, torch.device("cuda")).total == 20 * parameters  # 16 + 2 + 2
+
+
+def test_a_model_with_its_own_code_is_counted_only_if_trusted(tmp_path, monkeypatch):
+    """As on the hub: config.json names classes in a file beside it."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    (tmp_path / "own.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+        "class OwnModel(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    config = make_model().config.to_dict() | {
+        "model_type": "own",
+        "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded = AutoConfig.from_pretrained(tmp_path, trust_remote_code=True)
+    trusted = GRPOConfig(model=ModelConfig(path=str(tmp_path), trust_remote_code=True))
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        predict_memory(GRPOConfig(), loaded, CPU)
+    assert predict_memory(trusted, loaded, CPU).parameters == count_parameters(make_model().config)
 
 
 @pytest.fixture
