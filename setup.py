@@ -1,7 +1,7 @@
 """Builds the CPU extension `grpo_fast._C` where torch and a C++ compiler are at hand, installs pure if not.
 
 The extension uses torch's stable ABI and Python's limited API: one build serves torch >= 2.11 and any Python
->= 3.10.
+>= 3.11.
 """
 
 import os
@@ -49,7 +49,7 @@ def extension_arguments():
     return {
         "ext_modules": [extension],
         "cmdclass": {"build_ext": BuildExtension},
-        "options": {"bdist_wheel": {"py_limited_api": "cp310"}},
+        "options": {"bdist_wheel": {"py_limited_api": "cp311"}},
     }
 
 

@@ -1,14 +1,18 @@
 """What users install: source distribution -> wheel -> import, without a compiler, and where symlinks are text files."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = ("csrc", "grpo_fast", "kernels", "recipes")
@@ -143,6 +147,31 @@ def test_a_compile_error_is_loud(checkout, tmp_path):
     )
     assert done.returncode != 0
     assert "broken on purpose" in done.stdout + done.stderr
+
+
+def test_the_oldest_python_is_the_same_everywhere():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    floor = settings["project"]["requires-python"].removeprefix(">=")
+    assert settings["tool"]["ruff"]["target-version"] == "py" + floor.replace(".", "")
+    setup = (ROOT / "setup.py").read_text()
+    assert f'"py_limited_api": "cp{floor.replace(".", "")}"' in setup
+    assert f"any Python\n>= {floor}." in setup
+    assert f"Python {floor} or newer" in (ROOT / "README.md").read_text()
+
+
+def test_the_pinned_versions_install_on_the_oldest_python():
+    """Where they are installed here, their own metadata says."""
+    floor = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"].removeprefix(">=")
+    checked = 0
+    for name, pinned in re.findall(r"^([\w-]+)==([\w.]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE):
+        try:
+            package = distribution(name)
+        except PackageNotFoundError:
+            continue
+        if package.version.split("+")[0] == pinned and (needs := package.metadata["Requires-Python"]):
+            assert SpecifierSet(needs).contains(floor), f"{name} {pinned} needs Python {needs}"
+            checked += 1
+    assert checked > 0
 
 
 def test_setup_stays_small():
