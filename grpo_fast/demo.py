@@ -17,6 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from grpo_fast.config import GRPOConfig, build_config
 from grpo_fast.data import load_dataset
+from grpo_fast.environment import check_environment
+from grpo_fast.rewards import resolve_reward
 from grpo_fast.rollout import SamplingOptions
 from grpo_fast.rollout.transformers import TransformersRollout
 from grpo_fast.trainer import GRPOTrainer
@@ -152,18 +154,30 @@ def greedy_accuracy(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast,
     return sum(answer == row["answer"] for answer, row in zip(answers, rows, strict=True)) / len(rows)
 
 
-def run_demo(args: GRPOConfig) -> DemoResult:
-    """Makes and warms up the model, trains it with GRPO as `args` says, and returns what was reached."""
+def prepare_demo(args: GRPOConfig) -> GRPOTrainer:
+    """Checks the machine and the settings, makes the data and the model, and warms it up.
+
+    Raises:
+        ValueError, ImportError: as `grpo_fast.run.prepare_run`.
+    """
+    check_environment(args)
     train_rows, eval_rows = load_dataset(args.data, "train"), load_dataset(args.data, "eval")
+    rewards = [resolve_reward(name) for name in args.reward.funcs]
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, args.seed)
     warm_start(model, tokenizer, train_rows, seed=args.seed, progress=args.log.progress)
-    trainer = GRPOTrainer(model, args.reward.funcs, args, train_rows, eval_rows, tokenizer)
+    return GRPOTrainer(model, rewards, args, train_rows, eval_rows, tokenizer)
+
+
+def run_demo(args: GRPOConfig) -> DemoResult:
+    """Makes and warms up the model, trains it with GRPO as `args` says, and returns what was reached."""
+    trainer = prepare_demo(args)
     trainer.train()
-    return _result(Path(args.log.output_dir))
+    return demo_result(Path(args.log.output_dir))
 
 
-def _result(folder: Path) -> DemoResult:
+def demo_result(folder: Path) -> DemoResult:
+    """What the run in `folder` reached, read from its metrics."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     accuracies = [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]
     rewards = [line["reward"] for line in lines if "reward" in line]

@@ -1,12 +1,15 @@
-"""What `grpo-fast env` prints: versions, devices, and which backends can be used here."""
+"""The machine a run meets: what `grpo-fast env` prints, and what a run refuses before it loads anything."""
 
+import os
 import platform
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 
 import torch
 
-from grpo_fast.ops.backends import available_backends
+from grpo_fast.config import GRPOConfig
+from grpo_fast.ops.backends import available_backends, choose
 
 _PACKAGES = ("grpo-fast", "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")
 _OPTIONAL = ("matplotlib", "gguf", "datasets", "pyarrow", "tensorboard", "trl", "liger-kernel")
@@ -37,3 +40,32 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def default_device() -> torch.device:
+    """The current GPU if there is one, else the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def check_environment(args: GRPOConfig, device: torch.device | None = None) -> None:
+    """Refuses settings that this machine cannot serve. Reads no data and no model.
+
+    Args:
+        args: the configuration of the run.
+        device: where the model is; None: where it would be loaded to.
+
+    Raises:
+        ValueError: several processes, or a loss.backend that cannot be used here, with the reason.
+        ImportError: a logger of log.report_to that is not installed.
+    """
+    world_size = os.environ.get("WORLD_SIZE") or "1"
+    if world_size != "1":
+        raise ValueError(f"WORLD_SIZE: expected 1, a single process, got {world_size}")
+    if args.loss.backend is not None:
+        dtype = "float32" if args.model.dtype == "auto" else args.model.dtype  # backends treat the two alike
+        try:
+            choose(args.loss.backend, (device or default_device()).type, dtype)
+        except NotImplementedError as error:
+            raise ValueError(f"loss.{error}. Set loss.backend=null for the best one here") from error
+    if "tensorboard" in args.log.report_to and find_spec("tensorboard") is None:
+        raise ImportError("log.report_to: tensorboard is not installed: pip install 'grpo-fast[tensorboard]'")

@@ -88,6 +88,37 @@ def batch_metrics(batches: Sequence[MicroBatch]) -> dict[str, float]:
     return {"padding_share": share, "num_micro_batches": float(len(batches))}
 
 
+def sample_records(
+    prompts: Sequence[str | list[dict]],
+    completions: Sequence[str],
+    rewards: Sequence[dict[str, float | None]],
+    advantages: Tensor,
+    rollouts: Sequence[Rollout],
+    count: int,
+) -> list[dict]:
+    """At most `count` of a step's completions, of as many prompts as possible, as lines of samples.jsonl.
+
+    Args:
+        prompts: as in the data; all others have a row for each completion of each of them, in this order.
+        completions: their text.
+        rewards: by function.
+        advantages: float [len(completions)].
+        rollouts: what was sampled.
+        count: how many to show.
+    """
+    count, total = min(count, len(completions)), len(completions)
+    return [
+        {
+            "prompt": prompts[index * len(prompts) // total],
+            "completion": completions[index],
+            "rewards": rewards[index],
+            "advantage": advantages[index].item(),
+            "truncated": rollouts[index].truncated,
+        }
+        for index in (number * total // count for number in range(count))
+    ]
+
+
 def progress_line(metrics: dict[str, float]) -> str:
     """The few numbers a progress bar has room for."""
     shown = (

@@ -1,45 +1,80 @@
-"""Loading the policy and its tokenizer, after saying how much memory training will take."""
+"""Loading the policy: configuration and tokenizer first, the weights once it is known that training fits."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from grpo_fast.config import GRPOConfig
 from grpo_fast.memory import MemoryEstimate, available_memory, check_memory, count_parameters, estimate_memory
 from grpo_fast.reference_model import reference_dtype
 
 
-def default_device() -> torch.device:
-    """The current GPU if there is one, else the CPU."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+def load_model_config(args: GRPOConfig) -> PreTrainedConfig:
+    """The configuration of the model that `args.model` names.
+
+    Raises:
+        ValueError: model.path is not set, or holds no causal language model.
+        OSError: there is no model.
+    """
+    options = args.model
+    if options.path is None:
+        raise ValueError("model.path: expected a folder or hub name, got null. Set model.path")
+    with _named_in_errors(options.path):
+        config = AutoConfig.from_pretrained(options.path, trust_remote_code=options.trust_remote_code)
+    if config.is_encoder_decoder:
+        raise ValueError(f"model.path: expected a causal language model, got the encoder-decoder {config.model_type}")
+    return config
 
 
-def load_policy(args: GRPOConfig) -> tuple[PreTrainedModel, object]:
-    """The model and tokenizer of `args.model`, on the default device, ready for `GRPOTrainer`.
+def load_tokenizer(args: GRPOConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer beside the model that `args.model` names.
+
+    Raises:
+        OSError: there is none.
+    """
+    options = args.model
+    with _named_in_errors(options.path):
+        return AutoTokenizer.from_pretrained(options.path, trust_remote_code=options.trust_remote_code)
+
+
+def load_policy(args: GRPOConfig, config: PreTrainedConfig, device: torch.device) -> PreTrainedModel:
+    """The model that `args.model` names and `config` describes, on `device`, ready for `GRPOTrainer`.
 
     Prints the predicted memory before the weights are read.
 
     Raises:
-        ValueError: model.path is not set, or holds no causal language model.
         MemoryError: training cannot fit; says what to set.
+        OSError: there are no weights.
     """
     options = args.model
-    if options.path is None:
-        raise ValueError("model.path: expected a folder or hub name, got none. Set model.path")
-    config = AutoConfig.from_pretrained(options.path, trust_remote_code=options.trust_remote_code)
-    if config.is_encoder_decoder:
-        raise ValueError(f"model.path: expected a causal language model, got the encoder-decoder {config.model_type}")
-    device = default_device()
     estimate = predict_memory(args, config, device)
     print(estimate)
     check_memory(estimate, available_memory(device))
-    model = AutoModelForCausalLM.from_pretrained(
-        options.path,
-        dtype=_dtype(options.dtype, config),
-        attn_implementation=options.attn_implementation,
-        trust_remote_code=options.trust_remote_code,
-    )
-    tokenizer = AutoTokenizer.from_pretrained(options.path, trust_remote_code=options.trust_remote_code)
-    return model.to(device), tokenizer
+    with _named_in_errors(options.path):
+        model = AutoModelForCausalLM.from_pretrained(
+            options.path,
+            dtype=_dtype(options.dtype, config),
+            attn_implementation=options.attn_implementation,
+            trust_remote_code=options.trust_remote_code,
+        )
+    return model.to(device)
+
+
+@contextmanager
+def _named_in_errors(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"model.path: no model in the folder or hub repository {path}: {error}") from error
 
 
 def predict_memory(args: GRPOConfig, config, device: torch.device) -> MemoryEstimate:

@@ -1,23 +1,23 @@
-"""From a configuration to a trainer that is ready to train. Everything but the model is checked before it loads."""
+"""From a configuration to a trainer that is ready to train."""
 
 from transformers.utils import logging as transformers_logging
 
 from grpo_fast.config import GRPOConfig
 from grpo_fast.data import load_dataset
-from grpo_fast.model import load_policy
-from grpo_fast.rewards import resolve_reward
+from grpo_fast.environment import check_environment
 from grpo_fast.trainer import GRPOTrainer
 
 
 def prepare_run(args: GRPOConfig) -> GRPOTrainer:
-    """Loads data, reward functions, model and tokenizer, in this order.
+    """Checks the machine, loads data, reward functions and tokenizer, checks all prompts, and then loads the model.
 
     Raises:
-        ValueError: something in `args` is missing or impossible with these data.
+        ValueError: something in `args` is missing or impossible with these data or on this machine.
         OSError: a file or the model is missing.
         ImportError: an optional package is missing.
         MemoryError: the training cannot fit.
     """
+    check_environment(args)
     if args.model.path is None:
         raise ValueError("model.path: expected a folder or hub name, got null. Set model.path")
     if not args.reward.funcs:
@@ -28,10 +28,5 @@ def prepare_run(args: GRPOConfig) -> GRPOTrainer:
             f"batch.prompts_per_step: expected at most the {len(train_rows)} prompts of the training data, "
             f"got {args.batch.prompts_per_step}. Set 1 to {len(train_rows)}"
         )
-    rewards = [resolve_reward(name) for name in args.reward.funcs]
     transformers_logging.disable_progress_bar()
-    try:
-        model, tokenizer = load_policy(args)
-    except OSError as error:
-        raise OSError(f"model.path: no model in the folder or hub repository {args.model.path}: {error}") from error
-    return GRPOTrainer(model, rewards, args, train_rows, eval_rows, tokenizer)
+    return GRPOTrainer(args.model.path, args.reward.funcs, args, train_rows, eval_rows)

@@ -2,18 +2,18 @@
 
 import dataclasses
 import logging
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from grpo_fast.advantages import group_advantages
 from grpo_fast.batching import MicroBatch, make_micro_batches
 from grpo_fast.checkpoint import prune_checkpoints, save_checkpoint
 from grpo_fast.config import GRPOConfig
+from grpo_fast.environment import check_environment, default_device
 from grpo_fast.evaluate import evaluate
 from grpo_fast.forward import PaddedForward
 from grpo_fast.metrics import (
@@ -24,12 +24,13 @@ from grpo_fast.metrics import (
     peak_memory_gib,
     progress_line,
     reward_metrics,
+    sample_records,
 )
-from grpo_fast.model import load_policy
+from grpo_fast.model import load_model_config, load_policy, load_tokenizer
 from grpo_fast.modes import enable_gradient_checkpointing
 from grpo_fast.prompts import EncodedPrompt, PromptSource, decode_completion
 from grpo_fast.reference_model import frozen_copy, reference_dtype
-from grpo_fast.rewards import RESERVED, Rewards, Scores
+from grpo_fast.rewards import Rewards, Scores, check_columns
 from grpo_fast.rollout import Rollout, RolloutEngine, SamplingOptions
 from grpo_fast.rollout.transformers import TransformersRollout, eos_token_ids
 from grpo_fast.update import GRPOUpdate
@@ -46,7 +47,7 @@ class GRPOTrainer:
     seed and learning rate are functions of k.
 
     Args:
-        model: a causal language model of transformers on its device, or a path for `load_policy`.
+        model: a causal language model of transformers on its device, or a path to load it from.
         reward_funcs: callables or names (`grpo_fast.rewards.resolve_reward`), one or several; None:
             args.reward.funcs.
         args: the configuration. `args.data` beyond prompt columns and lengths, and `args.model` beyond
@@ -71,21 +72,22 @@ class GRPOTrainer:
         processing_class=None,
         rollout: RolloutEngine | None = None,
     ) -> None:
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise ValueError(f"WORLD_SIZE: expected 1, a single process, got {os.environ['WORLD_SIZE']}")
-        rewards = Rewards(args.reward.funcs if reward_funcs is None else reward_funcs, args.reward.weights)
+        check_environment(args, None if isinstance(model, str) else model.device)
+        self.rewards = Rewards(args.reward.funcs if reward_funcs is None else reward_funcs, args.reward.weights)
         if isinstance(model, str):
             args = dataclasses.replace(args, model=dataclasses.replace(args.model, path=model))
-            model, tokenizer = load_policy(args)
-            processing_class = processing_class or tokenizer
+            config = load_model_config(args)
+            processing_class = processing_class or load_tokenizer(args)
+        else:
+            config = model.config
         self.args = args
-        self.model = model
-        self.tokenizer = processing_class or AutoTokenizer.from_pretrained(model.config.name_or_path)
-        self.rewards = rewards
-        self.prompts = self._prompt_source(train_dataset, shuffle=args.data.shuffle)
+        self.tokenizer = processing_class or AutoTokenizer.from_pretrained(config.name_or_path)
+        self.prompts = self._prompt_source(config, train_dataset, shuffle=args.data.shuffle)
         self.eval_prompts = []
         if eval_dataset:
-            self.eval_prompts = self._prompt_source(eval_dataset, shuffle=False).first(args.eval.num_prompts)
+            self.eval_prompts = self._prompt_source(config, eval_dataset, shuffle=False).first(args.eval.num_prompts)
+        # All that the data can get wrong is known by now, before the weights are read.
+        self.model = model = load_policy(args, config, default_device()) if isinstance(model, str) else model
         if args.model.gradient_checkpointing:
             enable_gradient_checkpointing(model)
         self.eos_ids = eos_token_ids(model, self.tokenizer)
@@ -101,9 +103,10 @@ class GRPOTrainer:
         self.global_step = 0
         self.num_tokens = 0
 
-    def _prompt_source(self, rows: Sequence[dict], *, shuffle: bool) -> PromptSource:
+    def _prompt_source(self, config: PreTrainedConfig, rows: Sequence[dict], *, shuffle: bool) -> PromptSource:
         data = self.args.data
-        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        check_columns(rows, data.prompt_column)
+        positions = getattr(config.get_text_config(), "max_position_embeddings", None)
         return PromptSource(
             rows,
             self.tokenizer,
@@ -188,8 +191,6 @@ class GRPOTrainer:
         column = self.args.data.prompt_column
         rows = [prompt.row for prompt in prompts for _ in range(len(rollouts) // len(prompts))]
         names = {name: None for row in rows for name in row if name != column}
-        if taken := [name for name in names if name in RESERVED]:
-            raise ValueError(f"data: columns {taken} are named like reward functions' arguments. Rename them")
         texts = [self._text(rollout) for rollout in rollouts]
         completions = [
             text if isinstance(row[column], str) else [{"role": "assistant", "content": text}]
@@ -239,18 +240,14 @@ class GRPOTrainer:
         if self.global_step % self.args.log.logging_steps:
             return
         self.metrics.write(self.global_step, metrics)
-        count = min(self.args.log.log_completions, len(rollouts))
-        chosen = [number * len(rollouts) // count for number in range(count)]  # of as many prompts as possible
-        samples = [
-            {
-                "prompt": prompts[index // self.args.rollout.num_generations].row[self.args.data.prompt_column],
-                "completion": self._text(rollouts[index]),
-                "rewards": self.rewards.by_name(scores.by_function[index]),
-                "advantage": advantages[index].item(),
-                "truncated": rollouts[index].truncated,
-            }
-            for index in chosen
-        ]
+        samples = sample_records(
+            [prompt.row[self.args.data.prompt_column] for prompt in prompts],
+            [self._text(rollout) for rollout in rollouts],
+            [self.rewards.by_name(row) for row in scores.by_function],
+            advantages,
+            rollouts,
+            self.args.log.log_completions,
+        )
         self.metrics.write_samples(self.global_step, samples)
 
     def evaluate(self) -> dict[str, float]:

@@ -84,6 +84,17 @@ def _import(path: str) -> Callable:
         raise ValueError(f"reward {path!r}: cannot be imported: {error}") from error
 
 
+def check_columns(rows: Sequence[dict], prompt_column: str) -> None:
+    """Refuses data columns that a reward function could not tell from its arguments.
+
+    Raises:
+        ValueError: naming them.
+    """
+    names = dict.fromkeys(name for row in rows for name in row if name != prompt_column)
+    if taken := [name for name in names if name in RESERVED]:
+        raise ValueError(f"data: columns {taken} are named like reward functions' arguments. Rename them")
+
+
 def reward_name(function: Callable) -> str:
     """The name a function has in metrics and errors."""
     for name, shipped in SHIPPED.items():

@@ -2,12 +2,14 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-import grpo_fast.run
+import grpo_fast.trainer
 from grpo_fast.checkpoint import save_checkpoint
 from grpo_fast.cli import app
 from grpo_fast.demo import make_model, make_tokenizer
@@ -63,14 +65,51 @@ def test_a_recipe_trains_a_model_on_a_file(workplace):
         ("data.path=none.jsonl", "error: no data file at none.jsonl"),
         ("data.prompt_column=question", "error: rows.jsonl: row 1: no column 'question'"),
         ("model.path=null", "error: model.path: expected a folder or hub name"),
+        ("loss.backend=cuda", 'error: loss.backend="cuda": csrc/cuda is not part of this version. Set'),
+        ("data.path=reserved.jsonl", "error: data: columns ['completion_ids'] are named like reward functions'"),
+        ("data.eval_path=reserved.jsonl", "error: data: columns ['completion_ids'] are named like reward functions'"),
+        ("data.max_prompt_length=5", "error: data.max_prompt_length: 5 of 5 prompts exceed 5 tokens, row 0 first"),
+        ("rollout.max_completion_length=27", "error: room left by max_completion_length: 5 of 5 prompts exceed 5"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2_before_the_model_loads(workplace, monkeypatch, setting, said):
-    monkeypatch.setattr(grpo_fast.run, "load_policy", lambda args: pytest.fail("the model was loaded"))
-    result = run("train", "recipe.yaml", "--set", setting)
-    assert result.exit_code == 2
+    monkeypatch.setattr(grpo_fast.trainer, "load_policy", lambda *_: pytest.fail("the model was loaded"))
+    row = {"prompt": "00+00=", "answer": "0", "completion_ids": []}
+    (workplace / "reserved.jsonl").write_text("\n".join([json.dumps(row)] * 5))
+    assert_refused(run("train", "recipe.yaml", "--set", setting), said)
+
+
+def assert_refused(result, said):
+    assert result.exit_code == 2, result.output
     assert said in result.output
     assert len(result.output.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", ["train", "demo"])
+def test_what_this_machine_cannot_serve_is_refused_first(workplace, monkeypatch, command):
+    monkeypatch.setattr("grpo_fast.run.load_dataset", lambda *_: pytest.fail("data were loaded"))
+    monkeypatch.setattr("grpo_fast.demo.load_dataset", lambda *_: pytest.fail("data were made"))
+    arguments = [command, *(["recipe.yaml"] if command == "train" else [])]
+    monkeypatch.setattr("grpo_fast.environment.default_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr("grpo_fast.ops.backends._interpreted", lambda: False)
+    assert_refused(run(*arguments, "--set", "loss.backend=triton"), 'error: loss.backend="triton": ')
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "tensorboard", None)
+        result = run(*arguments, "--set", "log.report_to=[tensorboard]")
+        assert_refused(result, "error: log.report_to: tensorboard is not installed: pip install")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert_refused(run(*arguments), "error: WORLD_SIZE: expected 1, a single process, got 2")
+
+
+def test_mistakes_in_the_demos_settings_are_one_line(monkeypatch):
+    monkeypatch.setattr("grpo_fast.demo.warm_start", lambda *_, **__: pytest.fail("training began"))
+    assert_refused(run("demo", "--set", "reward.funcs=[nowhere.short]"), "error: reward 'nowhere.short'")
+    assert_refused(run("demo", "--set", "data.task=division"), "error: data.task: expected one of addition")
+
+
+def test_debug_shows_the_traceback(workplace):
+    result = run("train", "none.yaml", "--debug")
+    assert isinstance(result.exception, FileNotFoundError)
 
 
 def test_a_missing_recipe_and_a_missing_model(workplace):
@@ -84,13 +123,15 @@ def test_a_missing_recipe_and_a_missing_model(workplace):
 
 def test_demo_takes_steps_seed_folder_and_overrides(tmp_path, monkeypatch):
     # The run itself is test_learning.py's.
-    monkeypatch.setattr("grpo_fast.demo.run_demo", lambda args: json.dumps(args.to_dict()))
+    monkeypatch.setattr("grpo_fast.demo.prepare_demo", lambda args: SimpleNamespace(train=lambda: seen.append(args)))
+    monkeypatch.setattr("grpo_fast.demo.demo_result", lambda folder: f"read from {folder}")
+    seen = []
     result = run("demo", "--seed", 1, "--steps", 7, "--output-dir", tmp_path / "demo", "--set", "loss.beta=0")
     assert result.exit_code == 0, result.output
-    args = json.loads(result.output)
-    assert (args["seed"], args["max_steps"], args["loss"]["beta"]) == (1, 7, 0.0)
-    assert args["data"]["task_args"]["seed"] == 1
-    assert args["log"]["output_dir"] == str(tmp_path / "demo")
+    (args,) = seen
+    assert (args.seed, args.max_steps, args.loss.beta) == (1, 7, 0.0)
+    assert args.data.task_args["seed"] == 1
+    assert result.output == f"read from {tmp_path / 'demo'}\n"
 
 
 def test_env_names_versions_and_why_backends_are_unavailable():

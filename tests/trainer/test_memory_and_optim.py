@@ -15,7 +15,7 @@ from grpo_fast.memory import (
     count_parameters,
     estimate_memory,
 )
-from grpo_fast.model import load_policy, predict_memory
+from grpo_fast.model import load_model_config, load_policy, load_tokenizer, predict_memory
 from grpo_fast.optim import learning_rate, make_optimizer
 from grpo_fast.reference_model import frozen_copy, reference_dtype
 
@@ -94,20 +94,22 @@ def path(tmp_path):
     "dtype, expected", [("float32", torch.float32), ("bfloat16", torch.bfloat16), ("auto", torch.bfloat16)]
 )
 def test_load_policy(path, dtype, expected, capsys):
-    model, tokenizer = load_policy(GRPOConfig(model=ModelConfig(path=path, dtype=dtype, attn_implementation="eager")))
+    args = GRPOConfig(model=ModelConfig(path=path, dtype=dtype, attn_implementation="eager"))
+    model = load_policy(args, load_model_config(args), CPU)
     assert model.dtype == expected
     assert model.config._attn_implementation == "eager"
-    assert tokenizer.eos_token == "<eos>"
+    assert load_tokenizer(args).eos_token == "<eos>"
     assert capsys.readouterr().out.startswith("0.0 M parameters: weights, gradients and AdamW")
 
 
 def test_load_policy_refuses_before_reading_weights(path, monkeypatch):
     monkeypatch.setattr("grpo_fast.model.available_memory", lambda device: 1000)
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", None)
+    args = GRPOConfig(model=ModelConfig(path=path))
     with pytest.raises(MemoryError, match=r"only 0.00 GiB are free"):
-        load_policy(GRPOConfig(model=ModelConfig(path=path)))
+        load_policy(args, load_model_config(args), CPU)
     with pytest.raises(ValueError, match=r"model.path: expected a folder or hub name"):
-        load_policy(GRPOConfig())
+        load_model_config(GRPOConfig())
 
 
 def test_reference_dtype():
