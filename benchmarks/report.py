@@ -57,7 +57,7 @@ def sass_table() -> str:
 
 
 def fill(text: str, section: str, content: str) -> str:
-    """`text` with what stands between the section's two markers replaced."""
+    """`text` with what stands between the section's two markers replaced, and nothing else."""
     pattern = rf"(<!-- {section}: begin -->\n).*?(<!-- {section}: end -->)"
     filled, count = re.subn(pattern, lambda m: f"{m[1]}\n{content}\n\n{m[2]}", text, flags=re.DOTALL)
     assert count == 1, f"README.md has {count} sections {section}"

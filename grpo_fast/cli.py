@@ -101,9 +101,11 @@ def env() -> None:
     typer.echo(describe_environment())
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+)
 def bench(context: typer.Context) -> None:
-    """Run the benchmarks of a checkout; further arguments go to them."""
+    """Run the benchmarks of a checkout; all arguments go to them, --help too."""
     checkout = Path(__file__).parents[1]
     if not (checkout / "benchmarks").is_dir():
         typer.echo("error: the benchmarks are part of a checkout of grpo_fast, not of the package", err=True)

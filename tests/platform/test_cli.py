@@ -149,3 +149,16 @@ def test_env_names_versions_and_why_backends_are_unavailable():
 def test_help_lists_the_commands():
     said = run("--help").output
     assert all(command in said for command in ("train", "demo", "prepare-smollm2", "env", "bench"))
+
+
+def test_bench_shows_and_runs_the_benchmarks_of_the_checkout():
+    command = [sys.executable, "-m", "grpo_fast", "bench"]
+    said = subprocess.run([*command, "--help"], capture_output=True, text=True, check=True).stdout
+    for name in ("bench_grpo_loss", "sass", "demo_seeds", "report", "--static"):
+        assert name in said
+    said = subprocess.run([*command, "--static", "--help"], capture_output=True, text=True, check=True).stdout
+    assert "machine code of the Triton kernels" in said
+    done = subprocess.run([*command, "magic"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (
+        1, "benchmarks: expected one of bench_grpo_loss, sass, demo_seeds, report, got magic\n",
+    )  # fmt: skip

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import report
 from grpo_fast.checkpoint import save_checkpoint
 from grpo_fast.demo import make_model, make_tokenizer
 
@@ -55,3 +56,12 @@ def test_the_trainer_snippet_runs(tmp_path, monkeypatch):
 def test_linked_files_exist():
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         assert target.startswith("http") or (Path(__file__).parents[2] / target).exists(), target
+
+
+def test_the_measured_tables_are_those_of_the_results():
+    assert report.filled(README) == README, "run python -m benchmarks.report"
+
+
+def test_a_report_leaves_what_is_outside_the_markers_alone():
+    tables = re.compile(r"(?<=begin -->\n).*?(?=<!-- \w+: end)", re.DOTALL)
+    assert tables.sub("", report.fill(README, "demo", "| a table |")) == tables.sub("", README)
