@@ -31,22 +31,28 @@ def prune_checkpoints(output_dir: str | Path, limit: int | None) -> list[Path]:
 def save_checkpoint(folder: str | Path, model: PreTrainedModel, tokenizer=None) -> Path:
     """Writes the model (safetensors), its configuration and generation configuration, and the tokenizer.
 
-    Everything is written into a hidden folder beside `folder`, which then takes its name; an existing
-    checkpoint of that name is replaced only once the new one is complete. A failure leaves it as it was.
+    Everything is written into a hidden folder beside `folder`, which then takes its name. An existing checkpoint of
+    that name is renamed only once the new one is complete, and gets its name back if the new one cannot take it. A
+    process killed between the two renames leaves both whole in `.NAME.*`, as `old` and `new`.
 
     Returns:
         the folder, which `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` load.
     """
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
-        new, old = Path(temporary) / "new", Path(temporary) / "old"
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    new, old = temporary / "new", temporary / "old"
+    try:
         new.mkdir()
         model.save_pretrained(new)
         if tokenizer is not None:
             tokenizer.save_pretrained(new)
+        os.utime(new)  # prune_checkpoints goes by the time of completion
         if folder.exists():
             folder.rename(old)  # a folder that is not empty cannot be replaced in one step
-        os.utime(new)  # prune_checkpoints goes by the time of completion
         new.rename(folder)
+    finally:
+        if old.exists() and not folder.exists():
+            old.rename(folder)  # where this fails too, nothing below is reached and both stay
+        shutil.rmtree(temporary)
     return folder

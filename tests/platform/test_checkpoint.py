@@ -1,4 +1,5 @@
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,6 +43,38 @@ def test_a_failing_save_leaves_the_earlier_checkpoint_and_nothing_else(tmp_path,
         save_checkpoint(tmp_path / "checkpoint-1", model, tokenizer)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+
+
+def fail_renames(monkeypatch, *names):
+    rename = Path.rename
+
+    def fails(path, target):
+        if path.name in names:
+            raise OSError(f"no renaming of {path.name}")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fails)
+
+
+def test_a_new_checkpoint_that_cannot_take_the_name_leaves_it_to_the_old_one(tmp_path, model, monkeypatch):
+    folder = save_checkpoint(tmp_path / "checkpoint-1", model)
+    (folder / "mark").touch()
+    fail_renames(monkeypatch, "new")
+    with pytest.raises(OSError, match="no renaming of new"):
+        save_checkpoint(folder, model)
+    assert (folder / "mark").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+
+
+def test_if_the_old_one_cannot_come_back_both_stay_beside_it(tmp_path, model, monkeypatch):
+    folder = save_checkpoint(tmp_path / "checkpoint-1", model)
+    fail_renames(monkeypatch, "new", "old")
+    with pytest.raises(OSError, match="no renaming of old"):
+        save_checkpoint(folder, model)
+    (beside,) = tmp_path.iterdir()
+    assert beside.name.startswith(".checkpoint-1.")
+    for name in ("old", "new"):
+        AutoModelForCausalLM.from_pretrained(beside / name)
 
 
 def test_saving_again_replaces_the_checkpoint(tmp_path, model, tokenizer):
