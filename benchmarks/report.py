@@ -1,5 +1,6 @@
 """Writes the README's tables from benchmarks/results: python -m benchmarks.report. Numbers are never typed by hand."""
 
+import argparse
 import csv
 import re
 from pathlib import Path
@@ -71,6 +72,7 @@ def filled(text: str) -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     readme = ROOT / "README.md"
     readme.write_text(filled(readme.read_text(encoding="utf-8")), encoding="utf-8")
 

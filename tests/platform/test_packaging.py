@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import pytest
 from packaging.specifiers import SpecifierSet
+
+from grpo_fast.ops.backends import unavailable_reason
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = ("csrc", "grpo_fast", "kernels", "recipes")
@@ -147,6 +150,15 @@ def test_a_compile_error_is_loud(checkout, tmp_path):
     )
     assert done.returncode != 0
     assert "broken on purpose" in done.stdout + done.stderr
+
+
+def test_where_the_extension_can_be_built_it_is_there(monkeypatch):
+    """Otherwise the suite would pass with every test of the C++ backend skipped."""
+    monkeypatch.setattr("setuptools.setup", lambda **_: None)
+    monkeypatch.chdir(ROOT)
+    why_pure = runpy.run_path(str(ROOT / "setup.py"))["why_pure"]
+    if why_pure() is None:
+        assert unavailable_reason("cpu") is None
 
 
 def test_the_oldest_python_is_the_same_everywhere():
