@@ -140,31 +140,43 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
+def _finite(value):
+    """What JSON has no number for, infinities and nan, as None; also inside lists and dicts."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
 class MetricsLog:
     """metrics.jsonl, samples.jsonl, TensorBoard if asked for, and the reward curve, in one folder.
 
-    Every line is on disk when the call returns: a crash later loses nothing. Nothing is touched before the
-    first line; then files of an earlier run are kept as *.previous.jsonl, unless `continues` says that this
-    run goes on with it.
+    Every line is on disk when the call returns: a crash later loses nothing. Lines are standard JSON: an infinite
+    value is null. Nothing is touched before the first line; then files of an earlier run are kept as
+    *.previous.jsonl, unless `continues` says that this run goes on with it.
     """
 
     def __init__(self, options: LogConfig) -> None:
         self.folder = Path(options.output_dir)
         self.continues = False
         self._opened: set[str] = set()
-        self._board = None
+        self._board = self._make_board = None
         if "tensorboard" in options.report_to:
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError as error:
                 raise ImportError("log.report_to: tensorboard is not installed. pip install tensorboard") from error
-            self._board = SummaryWriter(str(self.folder))
+            self._make_board = SummaryWriter  # it writes a file as soon as it exists
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """One line of metrics.jsonl; metrics that have no value (nan) are left out."""
         metrics = {name: value for name, value in metrics.items() if not math.isnan(value)}
         self._append("metrics", [{"step": step, **metrics}])
-        if self._board is not None:
+        if self._make_board is not None:
+            self._board = self._board or self._make_board(str(self.folder))
             for name, value in metrics.items():
                 self._board.add_scalar(name, value, step)
             self._board.flush()
@@ -181,7 +193,8 @@ class MetricsLog:
             if not self.continues and path.exists():
                 path.replace(self.folder / f"{stem}.previous.jsonl")
         with path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+            for record in records:
+                file.write(json.dumps(_finite(record), ensure_ascii=False, allow_nan=False) + "\n")
 
     def plot(self) -> Path | None:
         """Draw reward.png from metrics.jsonl; without matplotlib say so and return None."""
@@ -199,7 +212,7 @@ class MetricsLog:
             ("reward", "-", "training reward"),
             ("eval/accuracy", "o--", "held-out accuracy"),
         ):
-            points = [(line["step"], line[name]) for line in lines if name in line]
+            points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
             if points:
                 axes.plot(*zip(*points, strict=True), style, label=label)
         axes.grid(alpha=0.3)

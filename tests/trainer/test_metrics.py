@@ -86,6 +86,19 @@ def test_lines_are_on_disk_at_once_and_nan_is_left_out(tmp_path):
     assert read(tmp_path / "run" / "samples.jsonl") == [{"step": 1, "prompt": "2×3=", "completion": "6"}]
 
 
+def test_lines_are_standard_json(tmp_path):
+    def not_standard(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    log = MetricsLog(LogConfig(output_dir=str(tmp_path)))
+    log.write(1, {"ratio/max": float("inf"), "loss": -float("inf"), "reward": 1.0})
+    log.write_samples(1, [{"prompt": [{"weight": float("nan")}], "advantage": 0.5}])
+    (line,) = [json.loads(text, parse_constant=not_standard) for text in (tmp_path / "metrics.jsonl").open()]
+    assert line == {"step": 1, "ratio/max": None, "loss": None, "reward": 1.0}
+    (sample,) = [json.loads(text, parse_constant=not_standard) for text in (tmp_path / "samples.jsonl").open()]
+    assert sample == {"step": 1, "prompt": [{"weight": None}], "advantage": 0.5}
+
+
 def test_an_earlier_run_is_kept_aside_unless_continued(tmp_path):
     options = LogConfig(output_dir=str(tmp_path))
     MetricsLog(options).write(10, {"reward": 0.1})
@@ -151,6 +164,7 @@ def test_tensorboard_gets_every_metric(tmp_path, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
     log = MetricsLog(LogConfig(output_dir=str(tmp_path), report_to=["tensorboard"]))
+    assert calls == []  # a writer creates its file at once, and nothing is touched before the first line
     log.write(3, {"reward": 0.5, "loss": 0.1, "kl": float("nan")})
     log.close()
     assert calls == [str(tmp_path), ("reward", 0.5, 3), ("loss", 0.1, 3), "closed"]
