@@ -16,6 +16,7 @@ from typing import Any, Literal
 import yaml
 
 from grpo_fast.checks import check_range, check_types, expect, refuse
+from grpo_fast.ops.options import PolicyOptions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +48,7 @@ class DataConfig:
     system_prompt: str | None = None  # put before every prompt, which makes plain prompts conversational
     max_prompt_length: int | None = None  # in tokens; None: no limit
     overlong_prompt: Literal["error", "drop"] = "error"  # beyond max_prompt_length; prompts are never cut
-    shuffle: bool = True  # draw prompts in a seeded random order
+    shuffle_dataset: bool = True  # draw prompts in a seeded random order
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # handed to the chat template
 
     def __post_init__(self) -> None:
@@ -71,7 +72,6 @@ class RolloutConfig:
     temperature: float = 1.0  # of sampling, and of every log-prob in the loss
     top_p: float = 1.0  # nucleus sampling; 1 keeps everything
     top_k: int = 0  # sample among the k most likely tokens; 0 keeps everything
-    engine: Literal["transformers"] = "transformers"  # what generates
     max_rows: int | None = None  # completions generated at once; None: all of a step
     mask_truncated_completions: bool = False  # leave completions that hit the length limit out of the loss
 
@@ -132,30 +132,16 @@ class LossConfig:
 
     def __post_init__(self) -> None:
         check_types(self, "loss")
-        expect(0 <= self.epsilon <= 1, "loss.epsilon", "a number in [0, 1]", self.epsilon, "e.g. 0.2")
-        if self.loss_type == "cispo":
-            self._check_cispo()
-        else:
-            self._check_clip()
-        check_range("loss.beta", self.beta, at_least=0)
+        options = [option.name for option in dataclasses.fields(PolicyOptions) if hasattr(self, option.name)]
+        try:
+            PolicyOptions(**{name: getattr(self, name) for name in options})
+        except ValueError as error:
+            raise ValueError(f"loss.{error}") from None
         check_range("loss.num_iterations", self.num_iterations, at_least=1)
         no_kl = self.use_bias_correction_kl and self.beta == 0
         refuse(no_kl, "loss.use_bias_correction_kl", True, "with loss.beta=0", "it to false")
         no_std = self.advantage_std == "sample" and self.scale_rewards == "none"
         refuse(no_std, "loss.advantage_std", "sample", "with loss.scale_rewards=none", "it to population")
-
-    def _check_clip(self) -> None:
-        check_range("loss.epsilon_high", self.epsilon_high, at_least=0)
-        upper = 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
-        fits = self.delta is None or self.delta > upper
-        expect(fits, "loss.delta", f"a number > 1 + epsilon_high = {upper:g}", self.delta, "null to stop it")
-
-    def _check_cispo(self) -> None:
-        cap = self.epsilon_high
-        fits = cap is not None and cap >= 1
-        expect(fits, "loss.epsilon_high", "for cispo the cap of the ratio, >= 1", cap, "e.g. 5.0")
-        given = self.delta is not None
-        refuse(given, "loss.delta", self.delta, "with loss.loss_type=cispo", "it to null")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -202,34 +188,35 @@ class LogConfig:
     output_dir: str = "runs/grpo"  # metrics.jsonl, samples.jsonl, checkpoints and the plot go here
     logging_steps: int = 1  # steps between two lines of metrics.jsonl
     progress: bool = True  # show a progress bar
-    log_completions: int = 4  # samples written to samples.jsonl per logged step
+    log_completions: bool = True  # write some of each logged step's completions to samples.jsonl
+    num_completions_to_print: int = 4  # how many of them, of as many prompts as possible
     report_to: list[Literal["tensorboard"]] = field(default_factory=list)  # further loggers
     plot: bool = True  # draw the reward curve at the end (needs the extra `plots`)
 
     def __post_init__(self) -> None:
         check_types(self, "log")
         check_range("log.logging_steps", self.logging_steps, at_least=1)
-        check_range("log.log_completions", self.log_completions, at_least=0)
+        check_range("log.num_completions_to_print", self.num_completions_to_print, at_least=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalConfig:
     """Evaluation on held-out prompts."""
 
-    steps: int = 0  # steps between evaluations; 0: at the start and the end only
+    eval_steps: int = 0  # steps between evaluations; 0: at the start and the end only
     num_prompts: int = 64  # at most this many held-out prompts, the first ones
-    num_generations: int = 1  # completions per prompt, the k of pass@k
+    num_generations_eval: int = 1  # completions per prompt, the k of pass@k
     temperature: float = 0.0  # 0 is greedy
 
     def __post_init__(self) -> None:
         check_types(self, "eval")
-        check_range("eval.steps", self.steps, at_least=0)
+        check_range("eval.eval_steps", self.eval_steps, at_least=0)
         check_range("eval.num_prompts", self.num_prompts, at_least=1)
-        check_range("eval.num_generations", self.num_generations, at_least=1)
+        check_range("eval.num_generations_eval", self.num_generations_eval, at_least=1)
         check_range("eval.temperature", self.temperature, at_least=0)
-        equal = self.num_generations > 1 and self.temperature == 0
+        equal = self.num_generations_eval > 1 and self.temperature == 0
         because = "above 1 with greedy decoding, which repeats itself"
-        refuse(equal, "eval.num_generations", self.num_generations, because, "eval.temperature=1.0")
+        refuse(equal, "eval.num_generations_eval", self.num_generations_eval, because, "eval.temperature=1.0")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -267,7 +254,8 @@ class GRPOConfig:
 
     def __post_init__(self) -> None:
         check_types(self, "")
-        check_range("seed", self.seed, at_least=0)
+        # A step's own seed is a multiple of this one plus the step, and has to fit in 64 bits.
+        expect(0 <= self.seed < 2**32, "seed", "a number >= 0 and < 2**32", self.seed, "e.g. 0")
         check_range("max_steps", self.max_steps, at_least=1)
         dtype = self.model.reference_dtype
         no_reference = dtype is not None and self.loss.beta == 0

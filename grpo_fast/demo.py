@@ -63,7 +63,7 @@ def demo_config(
         "batch": {"prompts_per_step": 64},
         "loss": {"beta": 0.001},
         "optim": {"learning_rate": 1e-3, "adam_beta2": 0.99, "warmup_steps": 5},
-        "eval": {"steps": 25, "num_prompts": 256},
+        "eval": {"eval_steps": 25, "num_prompts": 256},
         "log": {"output_dir": str(output_dir)},
     }
     return build_config(settings, overrides)

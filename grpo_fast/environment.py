@@ -12,7 +12,7 @@ from grpo_fast.config import GRPOConfig
 from grpo_fast.ops.backends import available_backends, choose
 
 _PACKAGES = ("grpo-fast", "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")
-_OPTIONAL = ("matplotlib", "gguf", "datasets", "pyarrow", "tensorboard", "trl", "liger-kernel")
+_OPTIONAL = ("matplotlib", "gguf", "datasets", "pyarrow", "tensorboard", "trl")
 
 
 def describe_environment() -> str:

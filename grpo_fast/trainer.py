@@ -82,7 +82,7 @@ class GRPOTrainer:
             config = model.config
         self.args = args
         self.tokenizer = processing_class or AutoTokenizer.from_pretrained(config.name_or_path)
-        self.prompts = self._prompt_source(config, train_dataset, shuffle=args.data.shuffle)
+        self.prompts = self._prompt_source(config, train_dataset, shuffle=args.data.shuffle_dataset)
         self.eval_prompts = []
         if eval_dataset:
             self.eval_prompts = self._prompt_source(config, eval_dataset, shuffle=False).first(args.eval.num_prompts)
@@ -133,7 +133,7 @@ class GRPOTrainer:
                 bar.update()
                 bar.set_postfix_str(progress_line(metrics))
                 last = self.global_step == args.max_steps
-                if last or (args.eval.steps and self.global_step % args.eval.steps == 0):
+                if last or (args.eval.eval_steps and self.global_step % args.eval.eval_steps == 0):
                     evaluation = self.evaluate()
         finally:
             bar.close()
@@ -240,13 +240,15 @@ class GRPOTrainer:
         if self.global_step % self.args.log.logging_steps:
             return
         self.metrics.write(self.global_step, metrics)
+        if not self.args.log.log_completions:
+            return
         samples = sample_records(
             [prompt.row[self.args.data.prompt_column] for prompt in prompts],
             [self._text(rollout) for rollout in rollouts],
             [self.rewards.by_name(row) for row in scores.by_function],
             advantages,
             rollouts,
-            self.args.log.log_completions,
+            self.args.log.num_completions_to_print,
         )
         self.metrics.write_samples(self.global_step, samples)
 
@@ -256,7 +258,7 @@ class GRPOTrainer:
             return {}
         options = self.args.eval
         sampling = SamplingOptions(
-            n=options.num_generations,
+            n=options.num_generations_eval,
             max_tokens=self.args.rollout.max_completion_length,
             temperature=options.temperature,
             max_rows=self.args.rollout.max_rows,

@@ -38,7 +38,7 @@ def lines_of(args, stem="metrics"):
 @pytest.mark.parametrize("beta", [0.0, 0.04])
 def test_train_learns_and_leaves_everything_behind(make_args, beta):
     args = make_args(
-        max_steps=25, loss={"beta": beta}, eval=EvalConfig(num_prompts=3, num_generations=2, temperature=1.0)
+        max_steps=25, loss={"beta": beta}, eval=EvalConfig(num_prompts=3, num_generations_eval=2, temperature=1.0)
     )
     trainer = make_trainer(args, [share_of_fives, "exact_match"], eval_dataset=ROWS[:4])
     metrics = trainer.train()
@@ -109,7 +109,7 @@ def test_state_continues_a_run_exactly(make_args):
 def test_groups_are_by_construction(make_args):
     """The same prompt twice in a batch is two groups of G, in whatever order the prompts come."""
     completions = [[5] * n for n in (1, 3, 2, 6)] + [[6] * n for n in (4, 4, 4, 4)]
-    args = make_args(data=DataConfig(shuffle=False), loss={"beta": 0.0}, log={"log_completions": 8})
+    args = make_args(data=DataConfig(shuffle_dataset=False), loss={"beta": 0.0}, log={"num_completions_to_print": 8})
     rows = [ROWS[0], ROWS[0]]
     trainer = make_trainer(args, length_of, rows, rollout=ScriptedRollout(completions))
     metrics = trainer.step()
@@ -120,7 +120,8 @@ def test_groups_are_by_construction(make_args):
     assert advantages == pytest.approx([-1.0690, 0.0, -0.5345, 1.6036, 0, 0, 0, 0], abs=1e-3)
 
     swapped = make_args(
-        data=DataConfig(shuffle=False), log={"output_dir": args.log.output_dir + "2", "log_completions": 8}
+        data=DataConfig(shuffle_dataset=False),
+        log={"output_dir": args.log.output_dir + "2", "num_completions_to_print": 8},
     )
     make_trainer(swapped, length_of, rows, rollout=ScriptedRollout(completions[4:] + completions[:4])).step()
     assert [sample["advantage"] for sample in lines_of(swapped, "samples")] == advantages[4:] + advantages[:4]
@@ -169,7 +170,7 @@ def test_truncated_completions_can_be_left_out(make_args):
     completions = [[5, EOS], [5, 6, 7, 8, 9, 5], [6, EOS], [7, 7, EOS]] * 2
     runs = []
     for masked in (False, True):
-        args = make_args(rollout={"mask_truncated_completions": masked}, log={"log_completions": 8})
+        args = make_args(rollout={"mask_truncated_completions": masked}, log={"num_completions_to_print": 8})
         engine = ScriptedRollout(completions, truncated=(1, 5))
         trainer = make_trainer(args, length_of, rollout=engine)
         calls = []
@@ -195,7 +196,7 @@ def test_conversational_prompts(make_args):
         return [1.0] * len(prompts)
 
     rows = [{"prompt": [{"role": "user", "content": row["prompt"]}], "answer": row["answer"]} for row in ROWS]
-    trainer = make_trainer(make_args(data=DataConfig(shuffle=False)), reward, rows)
+    trainer = make_trainer(make_args(data=DataConfig(shuffle_dataset=False)), reward, rows)
     trainer.step()
     assert seen["prompts"] == [rows[0]["prompt"]] * 4 + [rows[1]["prompt"]] * 4
     assert seen["answer"] == ["0"] * 4 + ["1"] * 4
@@ -212,7 +213,7 @@ def test_all_columns_reach_the_reward(make_args):
         return [0.0] * len(prompts)
 
     rows = [{**ROWS[0]}, {"prompt": "1=", "only": 7}]
-    make_trainer(make_args(data=DataConfig(shuffle=False)), reward, rows).step()
+    make_trainer(make_args(data=DataConfig(shuffle_dataset=False)), reward, rows).step()
     assert seen == {"answer": ["0"] * 4 + [None] * 4, "extra": [[0, 0]] * 4 + [None] * 4, "only": [None] * 4 + [7] * 4}
 
 
@@ -223,7 +224,7 @@ def test_columns_must_not_shadow_arguments(make_args):
 
 def test_rows_that_nobody_rewards_have_no_gradient_and_no_nan(make_args, caplog):
     completions = [[5, EOS], [6, EOS], [7, EOS], [8, EOS]] * 2
-    args = make_args(log={"log_completions": 8})
+    args = make_args(log={"num_completions_to_print": 8})
     with caplog.at_level(logging.WARNING, logger="grpo_fast.rewards"):
         metrics = make_trainer(
             args, lambda completions: [1.0, 0.0, 0.5, None] + [None] * 4, rollout=ScriptedRollout(completions)
@@ -300,12 +301,17 @@ def test_checkpoints_at_intervals(make_args, tmp_path):
 def test_evaluation_interval_and_untouched_training(make_args):
     rewards = []
     for steps in (0, 1):
-        args = make_args(max_steps=2, eval=EvalConfig(steps=steps, num_prompts=100))
+        args = make_args(max_steps=2, eval=EvalConfig(eval_steps=steps, num_prompts=100))
         trainer = make_trainer(args, eval_dataset=ROWS[:3] if steps else None)
         trainer.train()
         rewards.append([line["reward"] for line in lines_of(args) if "reward" in line])
     assert rewards[0] == rewards[1]
     assert [line["step"] for line in lines_of(args) if "eval/accuracy" in line] == [0, 1, 2]
+
+
+def test_samples_can_be_left_out(make_args, tmp_path):
+    make_trainer(make_args(log={"log_completions": False})).step()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
 
 
 def test_dropped_prompts_are_counted(make_args):
