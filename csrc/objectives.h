@@ -47,6 +47,7 @@ struct TokenInputs {
 // k3 = e^d - d - 1. expm1(d) - d cancels for small d (the result is d^2/2), hence the series; beyond |d| = 0.5 the
 // cancellation costs less than 4e-7 relative.
 GRPO_HOST_DEVICE float k3(float d) {
+  if (d > 60.0f) return expf(d);  // d is lost beside it, and at inf the difference would be NaN
   if (fabsf(d) >= 0.5f) return expm1f(d) - d;
   float p = 1.0f / 362880;
   p = fmaf(p, d, 1.0f / 40320);

@@ -37,7 +37,7 @@ def kl(logp, ref, beta):
 def clip(logp, old, ref, advantage, weight, params):
     """PPO's clipped surrogate with GRPO's k3 penalty, which sampling weights do not touch."""
     if old is None:
-        log_ratio = tl.zeros_like(advantage)
+        log_ratio = tl.where(logp != logp, logp, 0.0)  # an id without a column has logp NaN, and must not vanish
         ratio = log_ratio + 1.0
     else:
         log_ratio = logp - old
@@ -58,6 +58,7 @@ def clip_unbiased_kl(logp, old, ref, advantage, weight, params):
     if old is not None:
         ratio = exp(logp - old)
     d = ref - logp
+    ratio = tl.where(d == 0.0, 1.0, ratio)  # no penalty, however large the ratio
     beta = params[6]
     return loss + beta * ratio * exp_remainder(d), g - beta * ratio * d
 

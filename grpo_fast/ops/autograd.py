@@ -112,7 +112,7 @@ class FusedLoss(torch.autograd.Function):
 
 
 def scale_grad(grad: Tensor, upstream: Tensor, inplace: bool, backend: str) -> Tensor:
-    """grad * upstream: no pass over memory when upstream is 1, no new memory when nobody needs grad again."""
+    """grad * upstream. Where nobody needs grad again, in its memory, and without a pass over it when upstream is 1."""
     upstream = upstream.to(torch.promote_types(grad.dtype, torch.float32))
     if inplace or _graph_is_freed():
         library.scale_(grad, upstream, backend)
@@ -129,4 +129,6 @@ def bump_version(tensor: Tensor) -> None:
 
 def _graph_is_freed() -> bool:
     """Whether this backward is the last one through its graph (retain_graph=False)."""
-    return not torch.compiler.is_compiling() and not torch._C._autograd._get_current_graph_task_keep_graph()
+    # Without this private function of torch every backward takes the copy.
+    keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+    return not torch.compiler.is_compiling() and not keeps_graph()

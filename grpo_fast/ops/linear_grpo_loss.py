@@ -23,12 +23,14 @@ from grpo_fast.types import LossOutput, TokenLogprobs
 _WORKSPACE_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
 
 
-def _rows_per_chunk(workspace_bytes: int | None, hidden: Tensor, weight: Tensor) -> int:
+def _tail(workspace_bytes: int | None, hidden: Tensor, weight: Tensor, backend: str) -> tuple[torch.dtype, int, str]:
+    """(gemm_dtype, rows_per_chunk, backend), the last arguments of every head op."""
     if workspace_bytes is None:
         workspace_bytes = _WORKSPACE_BYTES.get(hidden.device.type, 1 << 28)
     elif isinstance(workspace_bytes, bool) or not isinstance(workspace_bytes, int) or workspace_bytes < 1:
         raise ValueError(f"workspace_bytes: expected a positive integer, got {workspace_bytes!r}")
-    return max(1, workspace_bytes // (weight.shape[0] * gemm_dtype(hidden, weight).itemsize))
+    dtype = gemm_dtype(hidden, weight)
+    return dtype, max(1, workspace_bytes // (weight.shape[0] * dtype.itemsize)), backend
 
 
 def _check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -52,28 +54,26 @@ def _differentiable_logprobs(
     scored: Tensor,
     transform: LogitTransform,
     want_entropy: bool,
-    rows_per_chunk: int,
-    backend: str,
+    tail: tuple[torch.dtype, int, str],
 ) -> tuple[Tensor, Tensor | None]:
     shape = tokens.ids.shape
-    if backend == "reference":
+    if tail[-1] == "reference":
         if not torch.compiler.is_compiling():
             check_ids(tokens.ids, tokens.valid, weight.shape[0])
-        dtype = gemm_dtype(hidden, weight)
         # A masked row's hidden state may be NaN, which 0 * NaN would carry into the weight's gradient.
         clean = torch.where(scored.reshape(-1, 1), hidden.reshape(-1, hidden.shape[-1]), 0.0)
-        logits = clean.to(dtype) @ weight.to(dtype).t()
-        logits = logits if bias is None else logits + bias.to(dtype)
+        logits = clean.to(tail[0]) @ weight.to(tail[0]).t()
+        logits = logits if bias is None else logits + bias.to(tail[0])
         return row_logprobs(logits.reshape(*shape, weight.shape[0]), tokens.ids, scored, transform, want_entropy)
     flat = hidden.reshape(-1, hidden.shape[-1])
     logps, entropy = LinearRowLogprobs.apply(
         flat, weight, bias, rows, tokens.ids.reshape(1, -1), scored.reshape(1, -1), transform.as_floats(), want_entropy,
-        rows_per_chunk, backend,
+        tail,
     )  # fmt: skip
     return logps.reshape(shape), entropy.reshape(shape) if want_entropy else None
 
 
-def _fused(hidden, weight, bias, rows, problem: Problem, transform: LogitTransform, rows_per_chunk: int, backend: str):
+def _fused(hidden, weight, bias, rows, problem: Problem, transform: LogitTransform, tail):
     inputs, shape = problem.inputs, problem.inputs.tokens.ids.shape
     vectors = (
         inputs.tokens.ids, inputs.scored, inputs.advantages, inputs.weights, inputs.old_logps,
@@ -83,7 +83,7 @@ def _fused(hidden, weight, bias, rows, problem: Problem, transform: LogitTransfo
     numbers = (*transform.as_floats(), *problem.options.as_floats())
     loss, logps, entropy = FusedLinearLoss.apply(
         hidden.reshape(-1, hidden.shape[-1]), weight, bias, rows, *flat, problem.entropy_scale, problem.want_entropy,
-        numbers, rows_per_chunk, backend,
+        numbers, tail,
     )  # fmt: skip
     return loss, logps.reshape(shape), entropy.reshape(shape) if problem.want_entropy else entropy
 
@@ -114,6 +114,8 @@ def _check_live_rows(live_rows: Tensor | None, problem: Problem, score_dead_rows
     if live_rows.numel() and not (live_rows.min() >= 0 and live_rows.max() < count):
         raise ValueError(f"live_rows: expected flat token indices in [0, {count}), got {live_rows.tolist()[:8]}...")
     promised = torch.zeros(count, dtype=torch.bool).index_fill(0, live_rows, True)
+    if promised.sum() != live_rows.shape[0]:
+        raise ValueError("live_rows: expected every index once, got some twice")
     missing = _scored_tokens(problem, None, score_dead_rows).reshape(-1) & ~promised
     if missing.any():
         raise ValueError(
@@ -121,10 +123,10 @@ def _check_live_rows(live_rows: Tensor | None, problem: Problem, score_dead_rows
         )
 
 
-def _row_index(scored: Tensor) -> Tensor | None:
+def _row_index(scored: Tensor, all_scored: bool) -> Tensor | None:
     """Flat indices of the scored tokens; None for all. On a GPU this is the one host synchronisation of the head."""
-    if torch.compiler.is_compiling():
-        return None  # a data-dependent length has no place in a static graph: give live_rows there
+    if all_scored or torch.compiler.is_compiling():  # a data-dependent length has no place in a static graph
+        return None
     rows = scored.reshape(-1).nonzero()[:, 0]
     return None if rows.shape[0] == scored.numel() else rows
 
@@ -151,7 +153,8 @@ def linear_token_logprobs(
             promoted one; gradients have their parameter's dtype.
         token_ids, mask, temperature, softcap, logit_scale, return_entropy, backend: see token_logprobs.
         bias: [V], added to the logits first.
-        workspace_bytes: size of the logits chunk in bytes; the result depends on it to rounding only.
+        workspace_bytes: size of the logits chunk; the result depends on it to rounding only. On the CPU a bf16 or fp16
+            chunk has an fp32 copy beside it for the weight's gradient, and that gradient one [V, D] summand.
 
     Returns, Raises: see token_logprobs.
     """
@@ -160,10 +163,10 @@ def linear_token_logprobs(
     _check_head(hidden, weight, bias)
     tokens = make_tokens("hidden", hidden, token_ids, mask, None)
     name = backends.choose(backend, hidden.device.type, dtype_name(gemm_dtype(hidden, weight)))
-    rows = _row_index(tokens.valid) if name != "reference" else None
+    rows = None if name == "reference" else _row_index(tokens.valid, mask is None)
     logps, entropy = _differentiable_logprobs(
         hidden, weight, bias, rows, tokens, tokens.valid, transform, return_entropy,
-        _rows_per_chunk(workspace_bytes, hidden, weight), name,
+        _tail(workspace_bytes, hidden, weight, name),
     )  # fmt: skip
     if return_entropy:
         return TokenLogprobs(logps.reshape(tokens.shape), entropy.reshape(tokens.shape))
@@ -213,8 +216,9 @@ def linear_grpo_loss(
 
     Args:
         hidden, weight, bias, workspace_bytes: see linear_token_logprobs.
-        live_rows: int64 flat indices of the tokens to score, a superset of those with a gradient: saves the one host
-            synchronisation on a GPU. Checked on the CPU, trusted on a GPU.
+        live_rows: int64 flat indices of the tokens to score, each once, a superset of those with a gradient: saves the
+            one host synchronisation on a GPU, which happens where a mask is given or dead rows may be dropped, and
+            drops rows under torch.compile too. Checked on the CPU, trusted on a GPU.
         score_dead_rows: compute logps and entropy of unmasked dead tokens too.
         The rest: see grpo_loss.
 
@@ -238,18 +242,18 @@ def linear_grpo_loss(
     _check_live_rows(live_rows, problem, score_dead_rows)
     scored = _scored_tokens(problem, live_rows, score_dead_rows)
     problem = dataclasses.replace(problem, inputs=dataclasses.replace(problem.inputs, scored=scored))
-    rows = None
-    if name != "reference":
-        rows = live_rows if live_rows is not None else _row_index(scored)
-    rows_per_chunk = _rows_per_chunk(workspace_bytes, hidden, weight)
+    rows = live_rows
+    if live_rows is None and name != "reference":
+        rows = _row_index(scored, mask is None and scored is tokens.valid)
+    tail = _tail(workspace_bytes, hidden, weight, name)
     wants_grad = any(t is not None and t.requires_grad for t in (hidden, weight, bias))
     fused = None
     if problem.is_token_level and torch.is_grad_enabled() and wants_grad and name != "reference":
-        fused = lambda: _fused(hidden, weight, bias, rows, problem, transform, rows_per_chunk, name)  # noqa: E731
+        fused = lambda: _fused(hidden, weight, bias, rows, problem, transform, tail)  # noqa: E731
     return evaluate(
         problem,
         fused,
         lambda: _differentiable_logprobs(
-            hidden, weight, bias, rows, tokens, scored, transform, problem.want_entropy, rows_per_chunk, name
+            hidden, weight, bias, rows, tokens, scored, transform, problem.want_entropy, tail
         ),
     )

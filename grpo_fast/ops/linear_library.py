@@ -6,29 +6,46 @@ score; None scores all. Weight and bias gradients are accumulated in fp32 over t
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
-from grpo_fast.ops import backends
+from grpo_fast.ops import backends, library
 from grpo_fast.ops.library import _OBJECTIVE, _TRANSFORM, check_ids, define
 
 _HEAD = "Tensor hidden, Tensor weight, Tensor? bias, Tensor? rows, Tensor ids, Tensor valid"
-_TAIL = "int rows_per_chunk, str backend"
+_TAIL = "ScalarType gemm_dtype, int rows_per_chunk, str backend"
 
 
 def gemm_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """autocast's dtype where it is on, else the dtype both operands fit in."""
+    """autocast's dtype where it is on, else the dtype both operands fit in.
+
+    Decided by the caller of an op, never inside: a compiled graph runs its ops with autocast off.
+    """
     if torch.is_autocast_enabled(hidden.device.type):
         return torch.get_autocast_dtype(hidden.device.type)
     return torch.promote_types(hidden.dtype, weight.dtype)
 
 
+def without_autocast(body):
+    """Decorator of an op's body: the dtypes in it are meant as they are written."""
+
+    @functools.wraps(body)
+    def wrapper(hidden, *args):
+        with torch.autocast(hidden.device.type, enabled=False):
+            return body(hidden, *args)
+
+    return wrapper
+
+
 class _Head:
     """One chunked walk over the rows of hidden: yields logits chunks, takes back their gradients."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor | None, rows_per_chunk: int):
+    def __init__(self, hidden, weight, bias, rows, valid, dtype: torch.dtype, rows_per_chunk: int):
         self.hidden = hidden
-        self.dtype = gemm_dtype(hidden, weight)
+        self.valid = valid[0, :, None]
+        self.dtype = dtype
         self.weight = weight.to(self.dtype)
         self.bias = None if bias is None else bias.to(self.dtype)
         self.rows = rows
@@ -40,7 +57,8 @@ class _Head:
         for start in range(0, self.num_rows, self.rows_per_chunk):
             stop = min(start + self.rows_per_chunk, self.num_rows)
             where = slice(start, stop) if self.rows is None else self.rows[start:stop]
-            hidden_RD = self.hidden[where].to(self.dtype)
+            # A masked row may hold NaN, which its zero coefficient would not keep out of the weight's gradient.
+            hidden_RD = torch.where(self.valid[where], self.hidden[where], 0.0).to(self.dtype)
             logits_RV = hidden_RD @ self.weight.t()
             if self.bias is not None:
                 logits_RV += self.bias
@@ -98,132 +116,104 @@ def _select(vector: Tensor | None, where) -> Tensor | None:
     return None if vector is None else vector[:, where].contiguous()
 
 
-def _power_of_two_below(coef: Tensor) -> Tensor:
+def _power_of_two_below(*coefficients: Tensor | None) -> Tensor:
     """1 / (largest coefficient), rounded to a power of two: brings fp16 gradients near 1, exactly undone later."""
-    largest = coef.abs().amax()
+    largest = torch.stack([c.abs().amax().float() for c in coefficients if c is not None]).amax()
     return torch.where(largest > 0, torch.exp2(-torch.floor(torch.log2(largest.clamp(min=1e-30)))), 1.0)
 
 
+def _scaled(undo: Tensor, *coefficients: Tensor | None) -> list[Tensor | None]:
+    return [None if c is None else c * undo for c in coefficients]
+
+
+@without_autocast
 def _linear_grpo_loss(
     hidden, weight, bias, rows, ids, valid, advantages, weights, old_logps, ref_logps, coef, entropy_scale,
     want_entropy, need_hidden, need_weight, need_bias, temperature, softcap, logit_scale, clip_low, clip_high, delta,
-    beta, bias_correction, rows_per_chunk, backend,
+    beta, bias_correction, dtype, rows_per_chunk, backend,
 ):  # fmt: skip
     check_ids(ids, valid, weight.shape[0])
     kernel = backends.functions(backend).grpo_loss
     numbers = (temperature, softcap, logit_scale, clip_low, clip_high, delta, beta, bias_correction)
-    head = _Head(hidden, weight, bias, rows, rows_per_chunk)
-    grads = _Grads(head, (need_hidden, need_weight, need_bias), head.dtype == torch.float16)
-    losses, logps = (torch.zeros(ids.shape, dtype=torch.float32, device=ids.device) for _ in range(2))
-    entropy = torch.zeros_like(losses) if want_entropy else losses.new_empty(0)
+    head = _Head(hidden, weight, bias, rows, valid, dtype, rows_per_chunk)
+    grads = _Grads(head, (need_hidden, need_weight, need_bias), dtype == torch.float16)
+    losses, logps, entropy = (torch.zeros(ids.shape, dtype=torch.float32, device=ids.device) for _ in range(3))
     for where, hidden_RD, logits_RV in head.chunks():
         vectors = [_select(v, where) for v in (ids, valid, advantages, weights, old_logps, ref_logps)]
+        vectors[1] = vectors[1].view(torch.uint8)
         coef_R, bonus, undo = _select(coef, where), entropy_scale, None
         if grads.keep_fp32:
-            undo = _power_of_two_below(coef_R)
-            coef_R, bonus = coef_R * undo, None if bonus is None else bonus * undo
-        part = [torch.empty_like(coef_R) for _ in range(3 if want_entropy else 2)]
+            undo = _power_of_two_below(coef_R, bonus)
+            coef_R, bonus = _scaled(undo, coef_R, bonus)
         logits_1RV = logits_RV[None]
-        vectors[1] = vectors[1].view(torch.uint8)
-        kernel(
-            logits_1RV,
-            *vectors,
-            coef_R,
-            bonus,
-            part[0],
-            part[1],
-            part[2] if want_entropy else None,
-            logits_1RV,
-            *numbers,
-        )
+        outputs = library.like_vectors(logits_1RV, 3)
+        if not want_entropy:
+            outputs[2] = None
+        kernel(logits_1RV, *vectors, coef_R, bonus, *outputs, logits_1RV, *numbers)
         grads.add(where, hidden_RD, logits_RV, undo)
-        losses[:, where], logps[:, where] = part[0], part[1]
-        if want_entropy:
-            entropy[:, where] = part[2]
+        for whole, part in zip((losses, logps, entropy), outputs, strict=True):
+            if part is not None:
+                whole[:, where] = part
         del logits_RV, logits_1RV  # before the next chunk's are made
-    return losses, logps, entropy, *grads.finish(weight, bias)
+    return losses, logps, entropy if want_entropy else entropy.new_empty(0), *grads.finish(weight, bias)
 
 
-def _linear_grpo_loss_fake(
-    hidden, weight, bias, rows, ids, valid, advantages, weights, old_logps, ref_logps, coef, entropy_scale,
-    want_entropy, need_hidden, need_weight, need_bias, *rest,
-):  # fmt: skip
+def _linear_grpo_loss_fake(hidden, weight, bias, rows, ids, *args):
+    coef, want_entropy, need, dtype = args[5], args[7], args[8:11], args[-3]
     losses, logps = torch.empty_like(coef), torch.empty_like(coef)
     entropy = torch.empty_like(coef) if want_entropy else coef.new_empty(0)
-    keep_fp32 = gemm_dtype(hidden, weight) == torch.float16
-    return (
-        losses,
-        logps,
-        entropy,
-        *_fake_grads(hidden, weight, bias, (need_hidden, need_weight, need_bias), keep_fp32),
-    )
+    return losses, logps, entropy, *_fake_grads(hidden, weight, bias, need, keep_fp32=dtype == torch.float16)
 
 
 def _fake_grads(hidden, weight, bias, need, keep_fp32):
-    empty = hidden.new_empty(0)
-    vocab = None if not need[2] else weight.new_empty(weight.shape[0], dtype=bias.dtype)
-    wanted = (hidden if need[0] else None, weight if need[1] else None, vocab)
-    return [
-        empty if t is None else torch.empty(t.shape, dtype=torch.float32 if keep_fp32 else t.dtype, device=t.device)
-        for t in wanted
-    ]
+    def gradient(tensor, needed):
+        if not needed:
+            return hidden.new_empty(0)
+        return torch.empty(tensor.shape, dtype=torch.float32 if keep_fp32 else tensor.dtype, device=tensor.device)
+
+    return tuple(gradient(*pair) for pair in zip((hidden, weight, bias), need, strict=True))
 
 
-def _linear_row_stats(
-    hidden,
-    weight,
-    bias,
-    rows,
-    ids,
-    valid,
-    temperature,
-    softcap,
-    logit_scale,
-    want_entropy,
-    rows_per_chunk,
-    backend,
-):
+@without_autocast
+def _linear_row_stats(hidden, weight, bias, rows, ids, valid, *args):
+    *transform, want_entropy, dtype, rows_per_chunk, backend = args
     check_ids(ids, valid, weight.shape[0])
     kernel = backends.functions(backend).row_stats
-    head = _Head(hidden, weight, bias, rows, rows_per_chunk)
-    outputs = [torch.zeros(ids.shape, dtype=torch.float32, device=ids.device) for _ in range(3)]
-    entropy = torch.zeros_like(outputs[0]) if want_entropy else outputs[0].new_empty(0)
+    head = _Head(hidden, weight, bias, rows, valid, dtype, rows_per_chunk)
+    whole = [torch.zeros(ids.shape, dtype=torch.float32, device=ids.device) for _ in range(4)]
     for where, _, logits_RV in head.chunks():
-        ids_R, valid_R = _select(ids, where), _select(valid, where).view(torch.uint8)
-        parts = [torch.empty(ids_R.shape, dtype=torch.float32, device=ids.device) for _ in range(4)]
-        kernel(
-            logits_RV[None], ids_R, valid_R, parts[0], parts[3] if want_entropy else None, parts[1], parts[2],
-            temperature, softcap, logit_scale,
-        )  # fmt: skip
-        for output, part in zip(outputs, parts, strict=False):
-            output[:, where] = part
-        if want_entropy:
-            entropy[:, where] = parts[3]
-        del logits_RV
-    logps, row_max, row_sum = outputs
-    return logps, entropy, row_max, row_sum
+        logits_1RV = logits_RV[None]
+        outputs = library.like_vectors(logits_1RV, 4)  # logps, entropy, row_max, row_sum
+        if not want_entropy:
+            outputs[1] = None
+        kernel(logits_1RV, _select(ids, where), _select(valid, where).view(torch.uint8), *outputs, *transform)
+        for vector, part in zip(whole, outputs, strict=True):
+            if part is not None:
+                vector[:, where] = part
+        del logits_RV, logits_1RV
+    return whole[0], whole[1] if want_entropy else whole[1].new_empty(0), *whole[2:]
 
 
-def _linear_row_stats_fake(hidden, weight, bias, rows, ids, valid, t, c, s, want_entropy, rows_per_chunk, backend):
+def _linear_row_stats_fake(hidden, weight, bias, rows, ids, valid, t, c, s, want_entropy, *tail):
     logps, row_max, row_sum = (torch.empty(ids.shape, dtype=torch.float32, device=ids.device) for _ in range(3))
     return logps, torch.empty_like(logps) if want_entropy else logps.new_empty(0), row_max, row_sum
 
 
+@without_autocast
 def _linear_row_grad(
     hidden, weight, bias, rows, ids, valid, row_max, row_sum, logps, entropy, g, g_entropy, need_hidden, need_weight,
-    need_bias, temperature, softcap, logit_scale, rows_per_chunk, backend,
+    need_bias, temperature, softcap, logit_scale, dtype, rows_per_chunk, backend,
 ):  # fmt: skip
     kernel = backends.functions(backend).row_grad
-    head = _Head(hidden, weight, bias, rows, rows_per_chunk)
+    head = _Head(hidden, weight, bias, rows, valid, dtype, rows_per_chunk)
     grads = _Grads(head, (need_hidden, need_weight, need_bias), keep_fp32=False)
     for where, hidden_RD, logits_RV in head.chunks():
         vectors = [_select(v, where) for v in (ids, valid, row_max, row_sum, logps, entropy, g, g_entropy)]
-        undo = None
-        if head.dtype == torch.float16:
-            undo = _power_of_two_below(vectors[6])
-            vectors[6] = vectors[6] * undo
-            vectors[7] = None if g_entropy is None else vectors[7] * undo
         vectors[1] = vectors[1].view(torch.uint8)
+        undo = None
+        if dtype == torch.float16:
+            undo = _power_of_two_below(*vectors[6:])
+            vectors[6:] = _scaled(undo, *vectors[6:])
         logits_1RV = logits_RV[None]
         kernel(logits_1RV, *vectors, logits_1RV, temperature, softcap, logit_scale)
         grads.add(where, hidden_RD, logits_RV, undo)
@@ -232,8 +222,7 @@ def _linear_row_grad(
 
 
 def _linear_row_grad_fake(hidden, weight, bias, *args):
-    need = args[9:12]
-    return tuple(_fake_grads(hidden, weight, bias, need, keep_fp32=False))
+    return _fake_grads(hidden, weight, bias, args[9:12], keep_fp32=False)
 
 
 _NEED = "bool need_hidden, bool need_weight, bool need_bias"

@@ -45,7 +45,10 @@ def k3(d: Tensor) -> Tensor:
     for n in range(17, 2, -1):
         series = 1.0 + near / n * series
     far = torch.where(small, 1.0, d)
-    return torch.where(small, near * near / 2.0 * series, torch.expm1(far) - far)
+    large = far > 60.0  # beyond, e^d alone: at d = inf the difference would be NaN
+    middle = torch.where(large, 1.0, far)
+    beyond = torch.where(large, torch.exp(far), torch.expm1(middle) - middle)
+    return torch.where(small, near * near / 2.0 * series, beyond)
 
 
 def log_ratios(logps: Tensor, inputs: PolicyInputs, options: PolicyOptions) -> Tensor:
@@ -67,23 +70,25 @@ def token_losses(logps: Tensor, inputs: PolicyInputs, options: PolicyOptions) ->
     """w * policy + beta * KL per token, (B, T), nats; 0 where not scored."""
     log_ratio = log_ratios(logps, inputs, options)
     weighted = torch.where(inputs.scored, inputs.weighted_advantages, 0.0)
-    objective = _cispo if options.is_cispo else _clip
-    losses = objective(logps, log_ratio, weighted, options)
+    if options.is_cispo:
+        losses = _cispo(logps, log_ratio, weighted, options)
+    else:
+        losses = _clip(log_ratio, inputs.advantages, weighted, options)
     if options.beta > 0:
         d = torch.where(inputs.scored, inputs.ref_logps, 0.0) - torch.where(inputs.scored, logps, 0.0)
         kl = k3(d)
-        if options.use_bias_correction_kl:
-            kl = kl * torch.exp(log_ratio)
+        if options.use_bias_correction_kl:  # where d is 0, an overflowing ratio must not make it NaN
+            kl = torch.where(d == 0, 0.0, kl * torch.exp(torch.where(d == 0, 0.0, log_ratio)))
         losses = losses + options.beta * kl
     return torch.where(inputs.scored, losses, 0.0)
 
 
-def _clip(logps: Tensor, log_ratio: Tensor, weighted: Tensor, options: PolicyOptions) -> Tensor:
+def _clip(log_ratio: Tensor, advantages: Tensor, weighted: Tensor, options: PolicyOptions) -> Tensor:
     """-min(min(r, delta) A, clip(r, 1-eps, 1+eps_high) A), by log-ratios (PPO, arXiv 1707.06347, equation 7)."""
     log_low, log_high, log_delta = options.log_bounds
-    above = (weighted > 0) & (log_ratio > log_high)
-    below = (weighted < 0) & (log_ratio < log_low)
-    capped = (weighted < 0) & (log_ratio > log_delta)
+    above = (advantages > 0) & (log_ratio > log_high)
+    below = (advantages < 0) & (log_ratio < log_low)
+    capped = (advantages < 0) & (log_ratio > log_delta)
     flows = (weighted != 0) & ~(above | below | capped)
     # exp sees only ratios that are used: an overflow elsewhere would turn 0 * inf into NaN.
     ratio = torch.exp(torch.where(flows, log_ratio, 0.0))

@@ -49,17 +49,34 @@ def test_opcheck_of_the_head_ops(backend, dtype, rows):
     ids, valid, *floats = (t.reshape(1, -1) for t in (ids, valid, *floats))
     hidden, weight, bias = (torch.randn(*s).to(dtype) for s in ((6, 5), (11, 5), (11,)))
     first = (hidden, weight, bias, rows, ids, valid)
-    stats = linear_library.linear_row_stats(*first, 0.9, 0.0, 1.0, True, 4, backend)
+    stats = linear_library.linear_row_stats(*first, 0.9, 0.0, 1.0, True, dtype, 4, backend)
     coef = torch.rand(1, 6)
     for op, args in (
-        (linear_library.linear_row_stats, (*first, 0.9, 0.0, 1.0, True, 4, backend)),
+        (linear_library.linear_row_stats, (*first, 0.9, 0.0, 1.0, True, dtype, 4, backend)),
         (
             linear_library.linear_row_grad,
-            (*first, stats[2], stats[3], stats[0], stats[1], coef, coef, True, True, True, 0.9, 0.0, 1.0, 4, backend),
+            (
+                *first,
+                stats[2],
+                stats[3],
+                stats[0],
+                stats[1],
+                coef,
+                coef,
+                True,
+                True,
+                True,
+                0.9,
+                0.0,
+                1.0,
+                dtype,
+                4,
+                backend,
+            ),
         ),
         (
             linear_library.linear_grpo_loss,
-            (*first, *floats, coef, torch.tensor(0.1), True, True, False, True, *NUMBERS, 4, backend),
+            (*first, *floats, coef, torch.tensor(0.1), True, True, False, True, *NUMBERS, dtype, 4, backend),
         ),
     ):
         torch.library.opcheck(op, args)
@@ -163,3 +180,25 @@ def test_fullgraph_of_packed_input(backend, level):
     function(eager).backward()
     torch.compile(function, fullgraph=True, backend="aot_eager")(compiled).backward()
     assert torch.allclose(compiled.grad, eager.grad, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", NATIVE)
+def test_compiled_head_under_autocast(backend):
+    """The graph's shape function and the op agree on the GEMMs' dtype, and the numbers on those of eager."""
+    torch._dynamo.reset()
+    problem = problems.make(2, 3, 11)
+    hidden, weight = torch.randn(2, 3, 5).half(), torch.randn(11, 5)
+    del problem["logits"]
+
+    def function(h, w):
+        return gf.linear_grpo_loss(h, w, **problem, beta=0.1, backend=backend).loss
+
+    grads = []
+    for f in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
+        leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = f(*leaves)
+        grads.append(torch.autograd.grad(loss, leaves))
+    for a, b, leaf in zip(*grads, leaves, strict=True):
+        assert a.dtype == b.dtype == leaf.dtype
+        assert torch.allclose(a, b, rtol=1e-3, atol=1e-6)

@@ -401,3 +401,22 @@ def test_ragged_packing(backend, name):
     assert problems.relative_error(grad_packed, grad[problem["mask"]]) < 1e-6
     for key, value in out.metrics.means().items():
         assert torch.allclose(value, out_packed.metrics.means()[key], atol=1e-6), key
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_corners_of_the_kl(backend):
+    """Every backend: an impossible token costs inf, not NaN; a ratio that overflows times a KL of 0 is 0."""
+    ids, zero = torch.tensor([[1]]), torch.zeros(1)
+    impossible = torch.tensor([[[0.0, -torch.inf, 0.0]]], requires_grad=True)
+    ref = torch.tensor([[-1.0]])
+    out = gf.grpo_loss(impossible, ids, zero, ref_logps=ref, beta=1.0, backend=backend)
+    assert out.loss == torch.inf
+    logits = torch.zeros(1, 1, 3, requires_grad=True)
+    logp = torch.log_softmax(torch.zeros(3), 0)[1].reshape(1, 1)
+    same = gf.grpo_loss(logits.detach(), ids, zero, backend=backend).logps
+    out = gf.grpo_loss(
+        logits, ids, zero, ref_logps=same, old_logps=logp - 200, beta=1.0, use_bias_correction_kl=True, backend=backend
+    )
+    out.loss.backward()
+    assert out.loss == 0
+    assert (logits.grad == 0).all()

@@ -10,7 +10,7 @@ import pytest
 HERE = Path(__file__).parent
 # What a backend can get wrong behind the public API; the kernels' own grid is in tests/kernels.
 SELECTION = {
-    "test_grpo_loss.py": "triton and (loss_and_gradient or nothing_valid or layouts or worked or kl_numerics or on_policy)",
+    "test_grpo_loss.py": "triton and (loss_and_grad or nothing_valid or layouts or worked or kl or on_policy)",
     "test_token_logprobs.py": "triton and not no_limit",
     "test_autograd.py": "triton and (upstream or InPlace or fp16)",
     "test_linear_grpo_loss.py": "triton and loss_and_gradients and (plain or entropy or sequence) and padded",
@@ -19,7 +19,8 @@ SELECTION = {
 
 @pytest.mark.parametrize("module", SELECTION)
 def test_public_functions_on_triton(module):
-    pytest.importorskip("triton")
+    if sys.platform != "linux":
+        pytest.importorskip("triton")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", HERE / module]
     result = subprocess.run(
         [*map(str, command), "-k", SELECTION[module]],

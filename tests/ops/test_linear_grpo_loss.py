@@ -230,8 +230,67 @@ def test_logits_never_exist_whole(backend):
         linear_library._linear_grpo_loss(
             hidden.flatten(0, 1), weight, None, None, arguments["token_ids"].reshape(1, -1),
             arguments["mask"].reshape(1, -1), arguments["advantages"].reshape(1, -1), None, None, None,
-            torch.ones(1, 128), None, False, True, True, False, 1.0, 0.0, 1.0, 0.8, 1.2, float("inf"), 0.0, False, 16,
-            backend,
+            torch.ones(1, 128), None, False, True, True, False, 1.0, 0.0, 1.0, 0.8, 1.2, float("inf"), 0.0, False,
+            torch.float32, 16, backend,
         )  # fmt: skip
     assert max(seen.sizes) >= whole // 8, "the count sees the chunks"
     assert seen.large(whole // 4) == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_masked_hidden_states_stay_out_of_the_weight(backend):
+    """0 * NaN: a masked row may be among live_rows, and under torch.compile every row is walked."""
+    problem = problems.make(batch=2, vocab=11)
+    hidden, weight, _ = head(problem)
+    arguments, options = split(problem, {"beta": 0.1})
+    clean = weight.clone().requires_grad_()
+    gf.linear_grpo_loss(hidden, clean, **arguments, **options, backend=backend).loss.backward()
+    hidden[~problem["mask"]] = torch.nan
+
+    def function(w, **more):
+        return gf.linear_grpo_loss(hidden, w, **arguments, **options, backend=backend, **more).loss
+
+    everything = torch.arange(problem["mask"].numel())
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for loss in (lambda w: function(w, live_rows=everything), compiled):
+        dirty = weight.clone().requires_grad_()
+        loss(dirty).backward()
+        assert problems.relative_error(dirty.grad, clean.grad) < 1e-6
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_weight_gradient_under_autocast_is_rounded_once(backend):
+    """bf16 GEMMs, many chunks, an fp32 weight: its gradient is a sum in fp32, not one of bf16 values."""
+    problem = problems.make(batch=1, length=256, vocab=40, all_valid=True)
+    hidden, weight, _ = head(problem)
+    arguments, _ = split(problem, {})
+    arguments["old_logps"] = None
+    exact = weight.double().requires_grad_()
+    gf.linear_grpo_loss(hidden.double(), exact, **arguments).loss.backward()
+    leaf = weight.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        gf.linear_grpo_loss(hidden, leaf, **arguments, workspace_bytes=2 * 40 * 4, backend=backend).loss.backward()
+    assert problems.relative_error(leaf.grad, exact.grad) < 1e-2
+    if backend != "reference":
+        assert not torch.equal(leaf.grad, leaf.grad.bfloat16().float())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_fp16_entropy_gradient_alone(backend):
+    """Only the entropy has an upstream, and a small one."""
+    hidden, weight = torch.randn(3, 5).half(), torch.randn(11, 5).half()
+    ids = torch.tensor([1, 2, 3])
+    grads = []
+    for dtype in (torch.float16, torch.float64):
+        leaf = weight.detach().clone().to(dtype).requires_grad_()
+        values = gf.linear_token_logprobs(hidden.to(dtype), leaf, ids, return_entropy=True,
+                                          backend=backend if dtype == torch.float16 else None)  # fmt: skip
+        (values.entropy.sum() * 1e-6).backward()
+        grads.append(leaf.grad)
+    assert problems.relative_error(*grads) < 0.1
+
+
+def test_live_rows_name_each_row_once():
+    hidden, weight, ids = torch.zeros(1, 2, 3), torch.zeros(4, 3), torch.zeros(1, 2, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"live_rows.*once"):
+        gf.linear_grpo_loss(hidden, weight, ids, torch.ones(1), live_rows=torch.tensor([0, 1, 1]))
