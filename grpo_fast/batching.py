@@ -26,6 +26,7 @@ class MicroBatch:
         token_ids: int64 [N], the trained tokens, row after row.
         cu_seqlens: int32 [B + 1], where each sequence's trained tokens start, ending with N.
         advantages: float32 [B].
+        live_rows: int64 [at most N], which of the N tokens belong to sequences whose advantage is not 0.
         tokens: prompt and completion tokens without padding.
     """
 
@@ -37,6 +38,7 @@ class MicroBatch:
     token_ids: Tensor
     cu_seqlens: Tensor
     advantages: Tensor
+    live_rows: Tensor
     tokens: int
 
 
@@ -86,17 +88,21 @@ def _collate(rows: list[int], rollouts: Sequence[Rollout], advantages: Tensor, p
     starts = torch.tensor([len(rollouts[row].prompt_ids) - 1 for row in rows])[:, None]
     columns = torch.arange(width)
     predicts = (columns >= starts) & (columns < ends)
+    lengths = (ends - starts)[:, 0]
     cu_seqlens = torch.zeros(len(rows) + 1, dtype=torch.int32)
-    cu_seqlens[1:] = (ends - starts)[:, 0].cumsum(0)
+    cu_seqlens[1:] = lengths.cumsum(0)
+    # Index tensors are found here, on the host: on a GPU the length of a nonzero() would have to be waited for.
+    live = (advantages[rows].cpu() != 0).repeat_interleave(lengths)
     return MicroBatch(
         rows=tuple(rows),
         input_ids=input_ids.to(device),
         predicts=predicts.to(device),
-        positions=predicts.flatten().nonzero()[:, 0].to(device),  # found here, on the host: no sync later
+        positions=predicts.flatten().nonzero()[:, 0].to(device),
         first_column=int(starts.min()),
         token_ids=input_ids.roll(-1, dims=1)[predicts].to(device),
         cu_seqlens=cu_seqlens.to(device),
         advantages=advantages[rows].float().to(device),
+        live_rows=live.nonzero()[:, 0].to(device),
         tokens=sum(map(len, sequences)),
     )
 

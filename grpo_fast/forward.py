@@ -5,6 +5,7 @@ and no logits exist; otherwise from the logits, in place.
 """
 
 import contextlib
+import inspect
 from dataclasses import dataclass
 
 import torch
@@ -18,22 +19,24 @@ from grpo_fast.types import LossMetrics
 
 @dataclass(frozen=True)
 class LinearHead:
-    """How to get from hidden states to logits: softcap(logit_scale * (h W^T + bias))."""
+    """How a plain linear layer's output becomes logits: softcap(logit_scale * (h W^T + bias))."""
 
-    layer: nn.Linear
     softcap: float | None = None
     logit_scale: float | None = None
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        logits = self.layer(hidden) * (1.0 if self.logit_scale is None else self.logit_scale)
+    def logits(self, output: Tensor) -> Tensor:
+        logits = output if self.logit_scale is None else output * self.logit_scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+
+_PROBED_LOGITS = (0.3, 3.0, 30.0, 300.0)  # largest of each probed row: usual softcaps, 20 to 50, bend the last ones
 
 
 def find_linear_head(model: nn.Module) -> tuple[LinearHead | None, str]:
     """The model's head if the loss can be computed from hidden states, and in words why or why not.
 
-    What the model does between its trunk and its logits is compared on four tokens with what the head would:
-    a transformation that the configuration does not name cannot go unnoticed.
+    What the model makes of four hidden states of different sizes is compared with what the head would: a scale, a cap
+    or a term that the configuration does not name shows. What depends on other inputs, or on training mode, does not.
     """
     layer = model.get_output_embeddings()
     if type(layer) is not nn.Linear:
@@ -44,17 +47,56 @@ def find_linear_head(model: nn.Module) -> tuple[LinearHead | None, str]:
     softcap, scale = getattr(config, "final_logit_softcapping", None), getattr(config, "logit_scale", None)
     if scale is None and getattr(config, "logits_scaling", None) is not None:
         scale = 1.0 / config.logits_scaling
-    head = LinearHead(layer, softcap, scale)
-    probe = torch.arange(4, device=layer.weight.device)[None] % layer.out_features
-    with torch.no_grad(), evaluation_mode(model):
-        trunk = model.base_model(input_ids=probe, use_cache=False)
-        hidden = getattr(trunk, "last_hidden_state", None)
-        expected = model(input_ids=probe, use_cache=False).logits.float()
-        got = None if hidden is None or hidden.shape[-1] != layer.in_features else head.logits(hidden).float()
-    tolerance = 1e-4 if layer.weight.dtype in (torch.float32, torch.float64) else 2e-2
-    if got is None or got.shape != expected.shape or not torch.allclose(got, expected, rtol=tolerance, atol=tolerance):
+    head = LinearHead(softcap, scale)
+    if not _describes(head, layer, model):
         return None, "loss from logits: what the model does around its head is not named in its configuration"
     return head, "loss from hidden states: the head is a plain linear layer, logits are never materialised"
+
+
+@torch.no_grad()
+def _describes(head: LinearHead, layer: nn.Linear, model: nn.Module) -> bool:
+    """Whether `head` makes of hidden states what the model does, both in float32 at least."""
+    dtype = torch.promote_types(layer.weight.dtype, torch.float32)
+    weight, bias = layer.weight.to(dtype), None if layer.bias is None else layer.bias.to(dtype)
+    rng = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, len(_PROBED_LOGITS), layer.in_features, generator=rng).to(weight)
+    largest = nn.functional.linear(hidden, weight).abs().amax(-1, keepdim=True).clamp(min=1e-6)
+    hidden *= torch.tensor(_PROBED_LOGITS).to(weight)[:, None] / largest
+    expected = head.logits(nn.functional.linear(hidden, weight, bias))
+    got = _logits_from(hidden, model)
+    if got is None or got.shape != expected.shape:
+        return False
+    return bool(((got - expected).abs().amax(-1) <= 1e-4 * expected.abs().amax(-1)).all())
+
+
+def _logits_from(hidden: Tensor, model: nn.Module) -> Tensor | None:
+    """The model's logits if its trunk returned `hidden` [1, T, D], all above the trunk in hidden's dtype.
+
+    None for a trunk whose output cannot be replaced.
+    """
+    trunk, replaced = f"{model.base_model_prefix}.", []
+    above = {  # under every name: a tied head is cast, while the embedding it shares stays as it is
+        name: tensor.to(hidden.dtype) if tensor.is_floating_point() else tensor
+        for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
+        if not name.startswith(trunk)
+    }
+
+    def replace(module: nn.Module, inputs: tuple, output) -> object:
+        found = getattr(output, "last_hidden_state", None)
+        if found is not None and found.shape == hidden.shape:
+            output.last_hidden_state = hidden.clone()
+            replaced.append(True)
+        return output
+
+    ids = torch.arange(hidden.shape[1], device=hidden.device)[None] % model.get_output_embeddings().out_features
+    handle = model.base_model.register_forward_hook(replace)
+    try:
+        with evaluation_mode(model):
+            inputs = {"input_ids": ids, "use_cache": False}
+            out = torch.func.functional_call(model, above, (), inputs, tie_weights=False)
+    finally:
+        handle.remove()
+    return out.logits if replaced else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +118,7 @@ class PaddedForward:
         temperature: of the distribution that was sampled from; every log-prob is taken under it.
         backend: as in `grpo_fast.grpo_loss`.
         autocast: dtype of the matrix products; None: bfloat16 for float32 weights on a GPU, else the weights' own.
+        head: what `find_linear_head` says of this model or of one that it is a copy of; None asks it.
 
     Attributes:
         reason: in words, where the loss is computed from and why.
@@ -88,13 +131,14 @@ class PaddedForward:
         temperature: float = 1.0,
         backend: str | None = None,
         autocast: torch.dtype | None = None,
+        head: tuple[LinearHead | None, str] | None = None,
     ) -> None:
         self.model = model
         if autocast is None and model.device.type == "cuda" and model.dtype == torch.float32:
             autocast = torch.bfloat16
         self.autocast = autocast
         self.options = {"temperature": temperature, "backend": backend}
-        self.head, self.reason = find_linear_head(model)
+        self.head, self.reason = find_linear_head(model) if head is None else head
 
     def loss(self, batch: MicroBatch, *, old_logps: Tensor | None, ref_logps: Tensor | None, **options) -> UpdateOutput:
         """The loss of a micro-batch; old_logps, ref_logps: float [N]; options: of `grpo_fast.grpo_loss`."""
@@ -107,6 +151,7 @@ class PaddedForward:
                     weight,
                     batch.token_ids,
                     batch.advantages,
+                    live_rows=self._live_rows(batch, **options),
                     cu_seqlens=batch.cu_seqlens,
                     old_logps=old_logps,
                     ref_logps=ref_logps,
@@ -140,6 +185,13 @@ class PaddedForward:
             logits, ids, mask, packed = self._logits(batch)
             return token_logprobs(logits, ids, mask, **self.options).flatten()[packed]
 
+    @staticmethod
+    def _live_rows(batch: MicroBatch, *, beta: float = 0.0, entropy_coef: float = 0.0, **_) -> Tensor:
+        """The tokens with a gradient, known without asking the device; KL and an entropy bonus reach all of them."""
+        if beta == 0 and entropy_coef == 0:
+            return batch.live_rows
+        return torch.arange(len(batch.token_ids), device=batch.token_ids.device)
+
     def _autocast(self):
         if self.autocast is None:
             return contextlib.nullcontext()
@@ -151,7 +203,8 @@ class PaddedForward:
     def _hidden(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:  # [N, D], [V, D], [V]
         trunk = self.model.base_model(input_ids=batch.input_ids, use_cache=False)
         hidden = trunk.last_hidden_state.flatten(0, 1).index_select(0, batch.positions)
-        return hidden, self.head.layer.weight, self.head.layer.bias
+        layer = self.model.get_output_embeddings()
+        return hidden, layer.weight, layer.bias
 
     def _logits(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Logits [B, K, V] of the last K columns, ids and mask [B, K], flat indices [N] of the True slots.
@@ -159,7 +212,8 @@ class PaddedForward:
         The last row predicts nothing and is masked: slicing it off would copy all logits in the backward.
         """
         width, first = batch.input_ids.shape[1], batch.first_column
-        kept = {"logits_to_keep": width - first} if self.model._supports_logits_to_keep() else {}
+        keeps = "logits_to_keep" in inspect.signature(self.model.forward).parameters
+        kept = {"logits_to_keep": width - first} if keeps else {}
         logits = self.model(input_ids=batch.input_ids, use_cache=False, **kept).logits
         first = width - logits.shape[1]
         packed = batch.positions - (batch.positions // width + 1) * first

@@ -39,10 +39,14 @@ class PhaseTimer:
         finally:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
-    def metrics(self) -> dict[str, float]:
-        """step_time and time/PHASE, in seconds."""
+    def metrics(self, tokens: int) -> dict[str, float]:
+        """step_time and time/PHASE, in seconds; of `tokens` how many a second, without the phase "save"."""
         total = time.perf_counter() - self._start
-        return {"step_time": total, **{f"time/{phase}": seconds for phase, seconds in self.seconds.items()}}
+        return {
+            "step_time": total,
+            "tokens_per_second": tokens / (total - self.seconds.get("save", 0.0)),
+            **{f"time/{phase}": seconds for phase, seconds in self.seconds.items()},
+        }
 
 
 def reward_metrics(scores: Scores, names: Sequence[str], group_size: int) -> dict[str, float]:
@@ -132,8 +136,14 @@ def progress_line(metrics: dict[str, float]) -> str:
     return " ".join(f"{label} {metrics[name]:{form}}" for label, name, form in shown if name in metrics)
 
 
+def reset_peak_memory(device: torch.device) -> None:
+    """Begin to measure anew on a GPU; a process cannot forget its own peak."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def peak_memory_gib(device: torch.device) -> float:
-    """Most memory held so far: by tensors on a GPU, by the whole process on a CPU."""
+    """Most memory held: by tensors on a GPU since `reset_peak_memory`, by the whole process so far on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes there, in KiB elsewhere

@@ -23,6 +23,7 @@ from grpo_fast.metrics import (
     completion_metrics,
     peak_memory_gib,
     progress_line,
+    reset_peak_memory,
     reward_metrics,
     sample_records,
 )
@@ -98,7 +99,8 @@ class GRPOTrainer:
         self.reference = None
         if args.loss.beta > 0:
             dtype = reference_dtype(args.model.reference_dtype, model.dtype, model.device)
-            self.reference = self._make_forward(frozen_copy(model, dtype))
+            forward = self.update.forward
+            self.reference = self._make_forward(frozen_copy(model, dtype), head=(forward.head, forward.reason))
         self.metrics = MetricsLog(args.log)
         self.global_step = 0
         self.num_tokens = 0
@@ -119,8 +121,8 @@ class GRPOTrainer:
             chat_template_kwargs=data.chat_template_kwargs,
         )
 
-    def _make_forward(self, model: PreTrainedModel) -> PaddedForward:
-        return PaddedForward(model, temperature=self.args.rollout.temperature, backend=self.args.loss.backend)
+    def _make_forward(self, model: PreTrainedModel, **head) -> PaddedForward:
+        return PaddedForward(model, temperature=self.args.rollout.temperature, backend=self.args.loss.backend, **head)
 
     def train(self) -> dict[str, float]:
         """Run the remaining steps, with evaluations and checkpoints; returns the last metrics of both."""
@@ -145,16 +147,14 @@ class GRPOTrainer:
     def step(self) -> dict[str, float]:
         """One iteration of the algorithm; returns its metrics, which are also logged."""
         args, timer = self.args, PhaseTimer(self.model.device)
+        reset_peak_memory(self.model.device)
         prompts = self.prompts.draw(args.batch.prompts_per_step)
         with timer("rollout"):
             rollouts = self.generate(prompts)
         with timer("reward"):
             scores = self.score(prompts, rollouts)
         advantages = group_advantages(
-            scores.total,
-            args.rollout.num_generations,
-            scale=args.loss.scale_rewards,
-            std=args.loss.advantage_std,
+            scores.total, args.rollout.num_generations, scale=args.loss.scale_rewards, std=args.loss.advantage_std
         )
         masks = args.rollout.mask_truncated_completions
         lengths = [0 if masks and rollout.truncated else len(rollout.completion_ids) for rollout in rollouts]
@@ -165,11 +165,15 @@ class GRPOTrainer:
             metrics = self.update(batches, ref_logps, lengths, self.global_step)
             self.rollout.sync(self.model)
         self.global_step += 1
-        with timer("save"):
-            self._save_if_due()
-        metrics |= reward_metrics(scores, self.rewards.names, args.rollout.num_generations)
-        metrics |= completion_metrics(rollouts) | batch_metrics(batches) | timer.metrics()
-        self._log(metrics, prompts, rollouts, scores, advantages)
+        tokens = sum(len(rollout.prompt_ids) + len(rollout.completion_ids) for rollout in rollouts)
+        self.num_tokens += tokens
+        try:
+            with timer("save"):
+                self._save_if_due()
+        finally:  # the step is done, whatever becomes of its checkpoint
+            metrics |= reward_metrics(scores, self.rewards.names, args.rollout.num_generations)
+            metrics |= completion_metrics(rollouts) | batch_metrics(batches) | timer.metrics(tokens)
+            self._log(metrics, prompts, rollouts, scores, advantages)
         return metrics
 
     def generate(self, prompts: Sequence[EncodedPrompt]) -> list[Rollout]:
@@ -229,10 +233,7 @@ class GRPOTrainer:
         advantages: Tensor,
     ) -> None:
         """Add the run's counters to the step's metrics; write them, and some completions, if it is time."""
-        tokens = sum(len(rollout.prompt_ids) + len(rollout.completion_ids) for rollout in rollouts)
-        self.num_tokens += tokens
         metrics["num_tokens"] = float(self.num_tokens)
-        metrics["tokens_per_second"] = tokens / (metrics["step_time"] - metrics["time/save"])
         metrics["epoch"] = self.prompts.epochs
         metrics["peak_memory_gib"] = peak_memory_gib(self.model.device)
         if self.prompts.dropped:

@@ -1,6 +1,7 @@
 """The GRPO update: optimizer steps on one rollout, the same however it is split into micro-batches."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import torch
@@ -11,8 +12,13 @@ from grpo_fast.config import GRPOConfig
 from grpo_fast.forward import PaddedForward
 from grpo_fast.modes import update_mode
 from grpo_fast.optim import learning_rate, make_optimizer
+from grpo_fast.types import LossMetrics
 
 _NOT_THE_LOSS = ("num_iterations", "scale_rewards", "advantage_std", "backend")  # of section loss
+
+
+def _nothing() -> LossMetrics:
+    return LossMetrics(torch.zeros(len(LossMetrics.FIELDS)), torch.tensor(math.inf), torch.tensor(-math.inf))
 
 
 class GRPOUpdate:
@@ -49,12 +55,13 @@ class GRPOUpdate:
 
         Returns:
             loss and grad_norm (before clipping), means over the iterations; learning_rate of the last; the loss's
-            metrics over all iterations. No completion with a token to train on: no optimizer step, and loss 0.
+            metrics over all iterations. No completion with a token to train on: no optimizer step, and zeros.
         """
         iterations = self.args.loss.num_iterations
         rates = [self._learning_rate(step * iterations + iteration) for iteration in range(iterations)]
         if not batches:
-            return {"loss": 0.0, "grad_norm": 0.0, "learning_rate": rates[-1]}
+            names = ("loss", "grad_norm", *self._reported(_nothing().means()))
+            return dict.fromkeys(names, 0.0) | {"learning_rate": rates[-1]}
         counts = denominators(self.args.loss.loss_type, lengths, self.args.rollout.max_completion_length)
         denominator, entropy_denominator = torch.tensor(counts, device=batches[0].input_ids.device).unbind()
         old_logps: list[Tensor | None] = [None] * len(batches)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from tiny_models import EOS
 
+import grpo_fast as gf
 from grpo_fast.batching import denominators, make_micro_batches, pack
 from grpo_fast.rollout import Rollout
 
@@ -40,7 +41,27 @@ def test_rows_are_aligned_with_the_positions_that_predict_them():
     assert batch.token_ids.tolist() == [20, 21, 22, EOS, 23, 0]
     assert batch.cu_seqlens.tolist() == [0, 4, 6]
     assert batch.advantages.tolist() == [0.5, -1.0]
+    assert batch.live_rows.tolist() == [0, 1, 2, 3, 4, 5]
     assert batch.tokens == 12
+
+
+def test_live_rows_leave_out_sequences_without_an_advantage():
+    rollouts = [rollout([1], [5, 6, EOS]), rollout([1], [7, EOS]), rollout([1], [8])]
+    (batch,) = make_micro_batches(rollouts, torch.tensor([0.5, 0.0, -1.0]), [3, 2, 1], max_tokens=64, pad_id=0)
+    assert batch.live_rows.tolist() == [0, 1, 2, 5]
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "luspo", "dr_grpo", "bnpo", "dapo"])
+def test_denominators_are_those_of_the_loss(loss_type):
+    lengths = [4, 2, 3]
+    logits, cu_seqlens = torch.randn(9, 7), torch.tensor([0, 4, 6, 9])
+    ids, advantages = torch.arange(9) % 7, torch.tensor([1.0, -2.0, 0.5])
+    options = {"cu_seqlens": cu_seqlens, "loss_type": loss_type, "entropy_coef": 0.1, "max_completion_length": 5}
+    denominator, entropy_denominator = denominators(loss_type, lengths, 5)
+    given = {"denominator": denominator, "entropy_denominator": entropy_denominator}
+    assert gf.grpo_loss(logits, ids, advantages, **options, **given).loss.item() == pytest.approx(
+        gf.grpo_loss(logits, ids, advantages, **options).loss.item(), rel=1e-6
+    )
 
 
 def test_left_out_and_empty_rollouts_make_no_rows():

@@ -11,7 +11,7 @@ import torch
 import grpo_fast as gf
 from grpo_fast.batching import make_micro_batches
 from grpo_fast.config import LogConfig
-from grpo_fast.metrics import MetricsLog, batch_metrics, completion_metrics, reward_metrics
+from grpo_fast.metrics import MetricsLog, batch_metrics, completion_metrics, reset_peak_memory, reward_metrics
 from grpo_fast.rewards import Scores
 from grpo_fast.rollout import Rollout
 
@@ -48,6 +48,15 @@ def test_completion_metrics():
         "completions/max_terminated_length": 4.0,
     }
     assert completion_metrics([rollout(8, True)])["completions/mean_terminated_length"] == 0.0
+
+
+def test_a_gpus_peak_is_a_steps_own(monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", calls.append)
+    reset_peak_memory(torch.device("cpu"))
+    assert calls == []
+    reset_peak_memory(torch.device("cuda", 1))
+    assert calls == [torch.device("cuda", 1)]
 
 
 def test_padding_share():

@@ -11,7 +11,8 @@ from tiny_models import EOS, ScriptedRollout, make_model, make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo_fast as gf
-from grpo_fast.config import DataConfig, EvalConfig, SaveConfig
+import grpo_fast.forward
+from grpo_fast.config import DataConfig, EvalConfig, ModelConfig, SaveConfig
 from grpo_fast.trainer import GRPOTrainer
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "extra": [a, b]} for a in range(3) for b in range(3)]
@@ -290,6 +291,40 @@ def test_group_size_and_batch_need_not_divide_anything(make_args):
     metrics = make_trainer(args, rows=ROWS[:2]).step()
     assert metrics["num_micro_batches"] > 10
     assert metrics["epoch"] == 2.5
+
+
+def test_a_failing_save_loses_no_metrics(make_args, monkeypatch):
+    def fail(self):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(GRPOTrainer, "save", fail)
+    args = make_args(max_steps=2)
+    trainer = make_trainer(args)
+    with pytest.raises(OSError, match="disk full"):
+        trainer.train()
+    lines = lines_of(args)
+    assert [line["step"] for line in lines] == [1, 2]
+    assert (trainer.global_step, trainer.num_tokens) == (2, lines[1]["num_tokens"])
+    assert lines[1]["num_tokens"] > lines[0]["num_tokens"]
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_a_step_with_nothing_to_train_reports_the_same_metrics(make_args, beta):
+    engine = ScriptedRollout([[5, EOS], [5, 6, EOS]] * 4)
+    trainer = make_trainer(make_args(loss={"beta": beta}), length_of, rollout=engine)
+    names = trainer.step().keys()
+    engine.completions = [[]] * 8
+    assert trainer.step().keys() == names
+
+
+def test_the_policys_head_is_the_references(make_args, monkeypatch):
+    asked = []
+    find = grpo_fast.forward.find_linear_head
+    monkeypatch.setattr("grpo_fast.forward.find_linear_head", lambda model: asked.append(model) or find(model))
+    trainer = make_trainer(make_args(loss={"beta": 0.1}, model=ModelConfig(reference_dtype="bfloat16")))
+    assert asked == [trainer.model]
+    assert trainer.reference.head is trainer.update.forward.head is not None
+    assert trainer.step()["kl"] >= 0  # of the reference's own, rounded weights
 
 
 def test_checkpoints_at_intervals(make_args, tmp_path):

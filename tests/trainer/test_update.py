@@ -1,6 +1,7 @@
 """One update against an independent computation: float64, a sequence at a time, no padding, no fused loss."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -211,7 +212,8 @@ def test_models_without_logits_to_keep(monkeypatch):
     monkeypatch.setattr("grpo_fast.forward.find_linear_head", lambda model: (None, "from logits"))
     expected, _ = run_update(make_model("llama"), beta=0.0)
     model = make_model("llama")
-    model._supports_logits_to_keep = lambda: False
+    full = model.forward
+    model.forward = lambda input_ids, use_cache: full(input_ids=input_ids, use_cache=use_cache)
     update, _ = run_update(model, beta=0.0)
     assert_close(update.gradients[0], expected.gradients[0], 1e-6)
 
@@ -247,6 +249,58 @@ def test_an_unnamed_transformation_is_noticed():
     head, reason = find_linear_head(model)
     assert head is None
     assert "is not named in its configuration" in reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cap", [20.0, 50.0])
+def test_an_unnamed_softcap_is_noticed_although_a_fresh_models_logits_are_small(dtype, cap):
+    with torch.no_grad():
+        model = make_model("llama").to(dtype)
+        model.lm_head.weight.div_(20.0)
+    assert find_linear_head(model)[0] is not None
+    forward = model.forward
+
+    def capped(*args, **kwargs):
+        out = forward(*args, **kwargs)
+        out.logits = cap * torch.tanh(out.logits / cap)
+        return out
+
+    model.forward = capped
+    assert find_linear_head(model)[0] is None
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2", "cohere", "granite"])
+def test_the_probe_leaves_the_model_as_it_was(kind):
+    model = make_model(kind).to(torch.bfloat16)
+    weights, rng = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    assert find_linear_head(model)[0] is not None
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert not model.base_model._forward_hooks
+
+
+@pytest.mark.parametrize("options", [{}, {"beta": 0.1}, {"entropy_coef": 0.1}])
+def test_live_rows_are_known_on_the_host(options, monkeypatch):
+    """Advantages of 0 and sequences are; asking a GPU for them would make every micro-batch wait for it."""
+    module = sys.modules["grpo_fast.ops.linear_grpo_loss"]
+    monkeypatch.setattr(module, "_row_index", lambda scored: pytest.fail("the device was asked"))
+    (batch,) = make_micro_batches(ROLLOUTS, ADVANTAGES, LENGTHS, max_tokens=10**6, pad_id=0)
+    forward = PaddedForward(make_model("llama"))
+    ref_logps = torch.zeros(sum(LENGTHS)) if "beta" in options else None
+    out = forward.loss(batch, old_logps=None, ref_logps=ref_logps, **options)
+    dead = LENGTHS[ADVANTAGES.tolist().index(0.0)] if not options else 0
+    assert (out.logps != 0).sum() == sum(LENGTHS) - dead
+    out.loss.backward()
+
+
+def test_a_micro_batch_without_a_signal_has_no_gradient():
+    model = make_model("llama")
+    (batch,) = make_micro_batches(ROLLOUTS, ADVANTAGES * 0, LENGTHS, max_tokens=10**6, pad_id=0)
+    assert batch.live_rows.tolist() == []
+    out = PaddedForward(model).loss(batch, old_logps=None, ref_logps=None)
+    out.loss.backward()
+    assert out.loss.item() == 0.0
+    assert all(not gradient.any() for gradient in gradients_of(model).values())
 
 
 def test_a_head_that_is_no_plain_linear_layer():
@@ -317,7 +371,9 @@ def test_nothing_to_train_on_is_no_optimizer_step():
     model = make_model("llama")
     before = copy.deepcopy(model.state_dict())
     update = GRPOUpdate(PaddedForward(model), GRPOConfig(max_steps=4))
-    assert update([], [], [0, 0], 2) == {"loss": 0.0, "grad_norm": 0.0, "learning_rate": 5e-7}
+    metrics = update([], [], [0, 0], 2)
+    assert metrics.pop("learning_rate") == 5e-7
+    assert set(metrics.values()) == {0.0}
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
