@@ -1,5 +1,6 @@
 """A sequence classifier of transformers with one output as reward model."""
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +19,9 @@ class ClassifierReward:
         path: folder or hub name of an AutoModelForSequenceClassification with num_labels=1.
         batch_size: sequences scored at once, of similar length.
         device: where to run it; None: a GPU if there is one.
+
+    Raises:
+        ValueError: a text has more tokens than the classifier has positions; texts are never cut.
     """
 
     path: str
@@ -49,6 +53,7 @@ class ClassifierReward:
         encoded = [
             _encode(tokenizer, prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)
         ]
+        self._check_lengths([len(ids) for ids in encoded])
         order = sorted(range(len(encoded)), key=lambda index: len(encoded[index]))
         # the head reads the last token that is not the pad id: no padding where texts may end with that id
         pad_id = model.config.get_text_config().pad_token_id
@@ -64,6 +69,17 @@ class ClassifierReward:
             for index, score in zip(indices, logits.float().tolist(), strict=True):
                 scores[index] = score
         return scores
+
+    def _check_lengths(self, lengths: list[int]) -> None:
+        model, tokenizer = self._load()
+        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+        limit = min(positions, tokenizer.model_max_length)  # lower where positions count from an offset (RoBERTa)
+        too_long = [row for row, length in enumerate(lengths) if length > limit]
+        if too_long:
+            raise ValueError(
+                f"{self.path}: row {too_long[0]} has {lengths[too_long[0]]} tokens, prompt and completion, "
+                f"more than its {limit} positions. Lower rollout.max_completion_length or data.max_prompt_length"
+            )
 
 
 def _encode(tokenizer, prompt: str | list[dict], completion: str | list[dict]) -> list[int]:

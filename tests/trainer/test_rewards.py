@@ -260,6 +260,13 @@ def test_classifier(classifier_path):
         assert chat.total.tolist() == pytest.approx([model(torch.tensor([ids])).logits.item()], abs=1e-5)
 
 
+def test_classifier_refuses_what_does_not_fit_its_positions(classifier_path):
+    reward = ClassifierReward(classifier_path(max_position_embeddings=12))
+    assert len(reward(["1+1=", "12+34+56+"], ["2", "78="], None)) == 2  # 12 tokens
+    with pytest.raises(ValueError, match=r"row 1 has 13 tokens, prompt and completion, more than its 12 positions"):
+        reward(["1+1=", "12+34+56+"], ["2", "789="], None)
+
+
 def test_classifier_needs_one_output(classifier_path):
     with pytest.raises(RuntimeError, match="expected num_labels=1, got 2"):
         score(f"hf:{classifier_path(num_labels=2)}")
