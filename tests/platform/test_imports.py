@@ -108,6 +108,10 @@ assert not torch.cuda.is_initialized()
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
+def test_the_trainer_stays_readable_at_one_sitting():
+    assert len((ROOT / "grpo_fast/trainer.py").read_text(encoding="utf-8").splitlines()) <= 300
+
+
 def test_the_kernels_folder_is_no_package_of_its_own():
     # A regular package of this name would shadow Hugging Face's `kernels`, which transformers imports.
     assert not (ROOT / "kernels/__init__.py").exists()
