@@ -10,6 +10,7 @@ from grpo_fast.ops import (
     grpo_loss,
     linear_grpo_loss,
     linear_token_logprobs,
+    set_debug,
     token_logprobs,
 )
 from grpo_fast.types import LossMetrics, LossOutput, TokenLogprobs
@@ -28,6 +29,7 @@ __all__ = [
     "grpo_loss",
     "linear_grpo_loss",
     "linear_token_logprobs",
+    "set_debug",
     "token_logprobs",
 ]
 

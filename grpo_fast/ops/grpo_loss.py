@@ -75,7 +75,7 @@ def grpo_loss(
         cu_seqlens: [B+1] int32 or int64, 0 .. N, where packed sequences begin; on the logits' device.
         old_logps: token_ids' shape, nats; None is on-policy: the ratio is exactly 1 and the gradient flows.
         ref_logps: token_ids' shape, nats; needed for beta > 0, used for the kl metric otherwise.
-        sampling_weights: like advantages; correct a sampler's mismatch. They multiply the policy term only.
+        sampling_weights: like advantages, >= 0; correct a sampler's mismatch. They multiply the policy term only.
         loss_type: "grpo" (mean over sequences of the token mean), "luspo", "dr_grpo", "bnpo", "dapo", "cispo".
         epsilon, epsilon_high, delta: clip bounds 1-epsilon, 1+epsilon_high (None: epsilon), and the two-sided cap
             delta > 1+epsilon_high for negative advantages. For cispo, epsilon_high is the cap of the ratio itself.

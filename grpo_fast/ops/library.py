@@ -31,9 +31,18 @@ def define(name: str, schema: str, body, fake) -> torch._ops.OpOverload:
     return getattr(torch.ops.grpo_fast, name).default
 
 
+_debug = False
+
+
+def set_debug(enabled: bool) -> None:
+    """Check token ids on a GPU too, which waits for it in every call; else a bad id there gives a NaN log-prob."""
+    global _debug
+    _debug = enabled
+
+
 def check_ids(ids: Tensor, valid: Tensor, vocab: int) -> None:
-    """ValueError for an id that no column has, on the CPU; elsewhere its log-prob is NaN (a look would synchronise)."""
-    if ids.device.type != "cpu" or ids.numel() == 0:
+    """ValueError for an id that no column has: on the CPU, and elsewhere where `set_debug` asks for it."""
+    if (ids.device.type != "cpu" and not _debug) or ids.numel() == 0:
         return
     bad = valid.bool() & ((ids < 0) | (ids >= vocab))
     if bad.any():
@@ -67,37 +76,14 @@ def _row_stats_fake(logits, ids, valid, temperature, softcap, logit_scale, want_
     return logps, like_vectors(logits, 1, want_entropy)[0], row_max, row_sum
 
 
-def _row_grad_(
-    logits,
-    ids,
-    valid,
-    row_max,
-    row_sum,
-    logps,
-    entropy,
-    g,
-    g_entropy,
-    temperature,
-    softcap,
-    logit_scale,
-    backend,
-):
-    _row_grad_into(
-        logits,
-        logits,
-        ids,
-        valid,
-        row_max,
-        row_sum,
-        logps,
-        entropy,
-        g,
-        g_entropy,
-        temperature,
-        softcap,
-        logit_scale,
-        backend,
-    )
+def _row_grad_into(logits, out, ids, valid, *args):
+    *vectors, temperature, softcap, logit_scale, backend = args
+    kernel = backends.functions(backend).row_grad
+    kernel(logits, ids, valid.view(torch.uint8), *vectors, out, temperature, softcap, logit_scale)
+
+
+def _row_grad_(logits, *args):
+    _row_grad_into(logits, logits, *args)
 
 
 def _row_grad(logits, *args):
@@ -106,50 +92,14 @@ def _row_grad(logits, *args):
     return out
 
 
-def _row_grad_into(
-    logits,
-    out,
-    ids,
-    valid,
-    row_max,
-    row_sum,
-    logps,
-    entropy,
-    g,
-    g_entropy,
-    temperature,
-    softcap,
-    logit_scale,
-    backend,
-):
-    backends.functions(backend).row_grad(
-        logits, ids, valid.view(torch.uint8), row_max, row_sum, logps, entropy, g, g_entropy, out,
-        temperature, softcap, logit_scale,
-    )  # fmt: skip
-
-
-def _grpo_loss_into(
-    logits,
-    out,
-    ids,
-    valid,
-    advantages,
-    weights,
-    old_logps,
-    ref_logps,
-    coef,
-    entropy_scale,
-    want_entropy,
-    *rest,
-):
-    *numbers, backend = rest
+def _grpo_loss_into(logits, out, ids, valid, *args):
+    *vectors, want_entropy = args[:7]
+    *numbers, backend = args[7:]
     check_ids(ids, valid, logits.shape[-1])
     losses, logps = like_vectors(logits, 2)
     (entropy,) = like_vectors(logits, 1, want_entropy)
-    backends.functions(backend).grpo_loss(
-        logits, ids, valid.view(torch.uint8), advantages, weights, old_logps, ref_logps, coef, entropy_scale,
-        losses, logps, entropy if want_entropy else None, out, *numbers,
-    )  # fmt: skip
+    outputs = (losses, logps, entropy if want_entropy else None, out)
+    backends.functions(backend).grpo_loss(logits, ids, valid.view(torch.uint8), *vectors, *outputs, *numbers)
     return losses, logps, entropy
 
 
@@ -162,11 +112,9 @@ def _grpo_loss(logits, *args):
     return *_grpo_loss_into(logits, out, *args), out
 
 
-def _grpo_loss_fake_(
-    logits, ids, valid, advantages, weights, old_logps, ref_logps, coef, entropy_scale, want_entropy, *rest
-):
+def _grpo_loss_fake_(logits, *args):
     losses, logps = like_vectors(logits, 2)
-    return losses, logps, like_vectors(logits, 1, want_entropy)[0]
+    return losses, logps, like_vectors(logits, 1, present=args[8])[0]
 
 
 def _grpo_loss_fake(logits, *args):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 
 from torch import nn
 
 from grpo_fast.ops.grpo_loss import grpo_loss
 from grpo_fast.ops.linear_grpo_loss import linear_grpo_loss
+from grpo_fast.ops.options import LogitTransform, PolicyOptions
 from grpo_fast.types import LossOutput
 
 # Given per call; every other keyword of the function is an option of the module.
@@ -36,6 +38,9 @@ class _LossModule(nn.Module):
         for name in options:
             if name not in allowed:
                 raise TypeError(f"{type(self).__name__}: unknown option {name!r}; options are {', '.join(allowed)}")
+        for checked in (PolicyOptions, LogitTransform):  # a wrong value is refused here, not at the first call
+            names = {field.name for field in dataclasses.fields(checked)}
+            checked(**{name: value for name, value in options.items() if name in names})
         self.options = options
 
     def forward(self, *args, **tensors) -> LossOutput:

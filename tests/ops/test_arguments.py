@@ -127,5 +127,8 @@ def test_modules():
         module(logits, **problem, beta=0.2)
     with pytest.raises(TypeError, match="inplace"):
         gf.LinearGRPOLoss(inplace=True)
+    for wrong in ({"epsilon": -1.0}, {"temperature": 0.0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            gf.GRPOLoss(**wrong)
     head = gf.LinearGRPOLoss(beta=0.1)
     assert head(torch.zeros(3, 7, 2), torch.zeros(37, 2), **problem, bias=torch.zeros(37)).loss.isfinite()
