@@ -159,9 +159,9 @@ def rows_of(name: str, scores: Tensor, inplace: bool) -> Tensor:
     scores_BTV = scores.unsqueeze(0) if scores.dim() == 2 else scores
     if scores_BTV.stride(-1) == 1 or scores_BTV.shape[-1] <= 1:
         return scores_BTV
-    if inplace:
+    if inplace and scores.numel():
         raise ValueError(f"inplace: {name} must have a unit-stride last axis, got strides {scores.stride()}")
-    return scores_BTV.contiguous()
+    return scores_BTV.clone(memory_format=torch.contiguous_format)  # contiguous() keeps an empty tensor's strides
 
 
 def check_inplace(logits: Tensor) -> None:

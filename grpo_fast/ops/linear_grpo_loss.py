@@ -30,7 +30,7 @@ def _tail(workspace_bytes: int | None, hidden: Tensor, weight: Tensor, backend: 
     elif isinstance(workspace_bytes, bool) or not isinstance(workspace_bytes, int) or workspace_bytes < 1:
         raise ValueError(f"workspace_bytes: expected a positive integer, got {workspace_bytes!r}")
     dtype = gemm_dtype(hidden, weight)
-    return dtype, max(1, workspace_bytes // (weight.shape[0] * dtype.itemsize)), backend
+    return dtype, max(1, workspace_bytes // (max(weight.shape[0], 1) * dtype.itemsize)), backend
 
 
 def _check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -115,7 +115,7 @@ def _check_live_rows(live_rows: Tensor | None, problem: Problem, score_dead_rows
         raise ValueError(f"live_rows: expected flat token indices in [0, {count}), got {live_rows.tolist()[:8]}...")
     promised = torch.zeros(count, dtype=torch.bool).index_fill(0, live_rows, True)
     if promised.sum() != live_rows.shape[0]:
-        raise ValueError("live_rows: expected every index once, got some twice")
+        raise ValueError("live_rows: expected every index once: a token named twice would count twice")
     missing = _scored_tokens(problem, None, score_dead_rows).reshape(-1) & ~promised
     if missing.any():
         raise ValueError(

@@ -78,7 +78,7 @@ def token_losses(logps: Tensor, inputs: PolicyInputs, options: PolicyOptions) ->
         d = torch.where(inputs.scored, inputs.ref_logps, 0.0) - torch.where(inputs.scored, logps, 0.0)
         kl = k3(d)
         if options.use_bias_correction_kl:  # where d is 0, an overflowing ratio must not make it NaN
-            kl = torch.where(d == 0, 0.0, kl * torch.exp(torch.where(d == 0, 0.0, log_ratio)))
+            kl = kl * torch.exp(torch.where(d == 0, 0.0, log_ratio))
         losses = losses + options.beta * kl
     return torch.where(inputs.scored, losses, 0.0)
 

@@ -89,3 +89,21 @@ def test_dtypes_shapes_and_group_order():
 def test_errors(arguments, options, name):
     with pytest.raises(ValueError, match=name):
         gf.group_advantages(*arguments, **options)
+
+
+def test_deviations_are_taken_in_float64():
+    """Around 2^24 the mean is no fp32 number; and equal float64 rewards whose mean is rounded give exactly 0."""
+    rewards = 2.0**24 + torch.tensor([0.0, 2.0, 4.0, 6.0])
+    expected = torch.tensor([-1.341641, -0.447214, 0.447214, 1.341641])
+    assert torch.allclose(gf.group_advantages(rewards, 4, eps=0.0), expected, atol=1e-6)
+    equal = torch.full((3,), 0.1, dtype=torch.float64)
+    assert equal.sum() / 3 != 0.1
+    for scale in ("group", "none"):
+        assert (gf.group_advantages(equal, 3, scale=scale, eps=0.0) == 0).all()
+
+
+def test_batch_scale_ignores_missing_rewards():
+    """The mean and the deviation of [0, 1, 2, 5] whatever stands beside them."""
+    rewards = torch.tensor([0.0, 1.0, math.nan, 2.0, 5.0, math.inf])
+    expected = torch.tensor([-0.5, 0.5, 0.0, -1.5, 1.5, 0.0]) / math.sqrt(3.5)
+    assert torch.allclose(gf.group_advantages(rewards, 3, scale="batch", eps=0.0), expected)

@@ -205,3 +205,53 @@ def test_gradient_needs_no_second_copy(backend):
             (grad,) = torch.autograd.grad(loss, z)
         assert grad.shape == z.shape
         assert seen.large(size) == budget, f"inplace={inplace}: {seen.large(size)} tensors of the logits' size"
+
+
+@pytest.mark.parametrize("upstream", [1.00390625 - 2.0**-10, 3.7])
+@pytest.mark.parametrize("backend", FUSED)
+def test_bf16_upstream_is_not_rounded_first(backend, upstream):
+    """The upstream is fp32 whatever the gradient's dtype: one rounding, of the product."""
+    logits, kwargs = setup(torch.bfloat16)
+    plain, scaled = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    gf.grpo_loss(plain, **kwargs, backend=backend).loss.backward()
+    (gf.grpo_loss(scaled, **kwargs, backend=backend).loss * upstream).backward()
+    assert torch.equal(scaled.grad, (plain.grad.float() * upstream).bfloat16())
+
+
+@pytest.mark.parametrize("options", [{}, {"loss_type": "cispo", "epsilon_high": 2.0}], ids=["fused", "two sweeps"])
+@pytest.mark.parametrize("backend", FUSED)
+def test_in_place_is_seen_by_every_other_user_of_the_logits(backend, options):
+    """Whoever saved the logits before raises, however the backwards follow each other; and a second backward raises."""
+    logits, kwargs = setup()
+    z = logits.clone().requires_grad_() * 1
+    other = z.square().sum()
+    loss = gf.grpo_loss(z, **kwargs, **options, inplace=True, backend=backend).loss
+    if options:  # formed in the backward
+        loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        other.backward()
+    z = logits.clone().requires_grad_() * 1
+    loss = gf.grpo_loss(z, **kwargs, **options, inplace=True, backend=backend).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_upstream_of_any_layout(backend):
+    """.sum() sends an expanded gradient, a transposed product a strided one."""
+    logits, kwargs = setup()
+    ids, mask = kwargs["token_ids"], kwargs["mask"]
+    weights = torch.randn(ids.shape[1], ids.shape[0])
+
+    def grad(upstream_of):
+        leaf = logits.clone().requires_grad_()
+        upstream_of(gf.token_logprobs(leaf, ids, mask, return_entropy=True, backend=backend)).backward()
+        return leaf.grad
+
+    for field in (0, 1):
+        ones = grad(lambda out, field=field: (out[field] * torch.ones(ids.shape)).sum())
+        assert ones.abs().sum() > 0
+        assert torch.equal(grad(lambda out, field=field: out[field].sum()), ones)
+        strided = grad(lambda out, field=field: (out[field].t() * weights).sum())
+        assert torch.equal(strided, grad(lambda out, field=field: (out[field] * weights.t().contiguous()).sum()))

@@ -420,3 +420,107 @@ def test_corners_of_the_kl(backend):
     out.loss.backward()
     assert out.loss == 0
     assert (logits.grad == 0).all()
+
+
+def test_per_sequence_advantages_when_sequences_are_as_many_as_tokens():
+    """B == N with an empty sequence: [B] is per sequence, so both tokens have the second sequence's advantage."""
+    kwargs = {"cu_seqlens": torch.tensor([0, 0, 2]), "old_logps": torch.full((2,), -1.0)}
+    logits, ids = torch.randn(2, 5), torch.tensor([0, 1])
+    a = gf.grpo_loss(logits, ids, torch.tensor([1.0, 2.0]), **kwargs)
+    b = gf.grpo_loss(logits, ids, torch.tensor([[2.0], [2.0]]), **kwargs)
+    assert a.loss == b.loss
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradient_flows_at_the_bounds(backend, level):
+    """Both bounds at ratio 1, and every ratio is 1: nothing is clipped, for either sign of the advantage."""
+    problem = problems.make(all_valid=True)
+    ids, logits = problem["token_ids"], problem["logits"]
+    old = gf.token_logprobs(logits, ids, backend=backend)
+    advantages = torch.tensor([1.0, -1.0, 2.0])
+    expected = run(logits, {"token_ids": ids, "advantages": advantages}, {}, backend=backend)[1]
+    options = {"epsilon": 0.0, "epsilon_high": 0.0, "importance_sampling_level": level}
+    arguments = {"token_ids": ids, "advantages": advantages, "old_logps": old}
+    out, actual = run(logits, arguments, options, backend=backend)
+    assert problems.relative_error(actual, expected) < 3e-6
+    assert out.metrics.means()["clip_ratio/region_mean"] == 0
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_on_policy_ratio_of_an_impossible_token_is_one(backend, reduction, level):
+    """A target at -inf: logp is -inf, and -inf - -inf must not make the ratio NaN."""
+    logits = torch.tensor([[[0.0, 1.0, -torch.inf], [0.0, 1.0, 2.0]]])
+    arguments = {"token_ids": torch.tensor([[2, 1]]), "advantages": torch.tensor([1.0])}
+    leaf = logits.clone().requires_grad_()
+    out = gf.grpo_loss(
+        leaf, **arguments, reduction=reduction, importance_sampling_level=level, backend=backend
+    )  # fmt: skip
+    out.loss.sum().backward()
+    assert out.logps[0, 0] == -torch.inf
+    assert out.loss.mean() == -1
+    assert out.metrics.means()["ratio/max"] == out.metrics.means()["ratio/min"] == 1
+    assert leaf.grad.isfinite().all()
+    assert leaf.grad[0, 0, 2] == 0
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_overflowing_ratio_times_no_kl(backend, level):
+    """use_bias_correction_kl with log-ratio 100 and ref == logp: inf * 0 would be NaN."""
+    leaf = torch.zeros(1, 1, 4, requires_grad=True)
+    logps = gf.token_logprobs(leaf.detach(), torch.tensor([[0]]), backend=backend)
+    out = gf.grpo_loss(
+        leaf, torch.tensor([[0]]), torch.tensor([0.0]), old_logps=logps - 100, ref_logps=logps, beta=0.1,
+        use_bias_correction_kl=True, importance_sampling_level=level, backend=backend,
+    )  # fmt: skip
+    out.loss.backward()
+    assert out.loss == 0
+    assert (leaf.grad == 0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_reduction_none_with_an_entropy_bonus(backend):
+    """Every token has its own - entropy_coef * H, without entropy_denominator, 0 where masked."""
+    problem = problems.make()
+    arguments, _ = split(problem, {})
+    logits, mask = problem["logits"], problem["mask"]
+    plain = gf.grpo_loss(logits, **arguments, reduction="none", return_entropy=True, backend=backend)
+    leaf, other = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    bonus = gf.grpo_loss(leaf, **arguments, reduction="none", entropy_coef=0.3, entropy_denominator=5, backend=backend)
+    assert torch.allclose(bonus.loss, plain.loss - 0.3 * plain.entropy, atol=1e-6)
+    assert (bonus.loss[~mask] == 0).all()
+    bonus.loss.sum().backward()
+    gf.grpo_loss(
+        other, **arguments, loss_type="dapo", denominator=1, entropy_coef=0.3, entropy_denominator=1, backend=backend
+    ).loss.backward()  # fmt: skip
+    assert problems.relative_error(leaf.grad, other.grad) < 3e-6
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 5), (2, 0, 5)], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nothing_in_any_layout(backend, shape):
+    """Empty logits whose vocabulary has no unit stride: torch calls them contiguous."""
+    logits = torch.empty_strided(shape, (15, 1, 3), requires_grad=True)
+    ids = torch.zeros(shape[:2], dtype=torch.int64)
+    out = gf.grpo_loss(logits, ids, torch.ones(shape[0]), backend=backend)
+    out.loss.backward()
+    assert out.loss == 0
+    assert logits.grad.shape == shape
+    assert gf.token_logprobs(logits, ids, backend=backend).shape == shape[:2]
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_overflowing_ratio_times_no_weight(backend, level):
+    """Log-ratio 100 with a negative advantage, which no clip bounds, and sampling weight 0."""
+    leaf = torch.zeros(1, 1, 4, requires_grad=True)
+    out = gf.grpo_loss(
+        leaf, torch.tensor([[0]]), torch.tensor([-1.0]), old_logps=torch.tensor([[-101.0]]),
+        sampling_weights=torch.tensor([0.0]), importance_sampling_level=level, backend=backend,
+    )  # fmt: skip
+    out.loss.backward()
+    assert out.loss == 0
+    assert (leaf.grad == 0).all()

@@ -275,22 +275,161 @@ def test_weight_gradient_under_autocast_is_rounded_once(backend):
         assert not torch.equal(leaf.grad, leaf.grad.bfloat16().float())
 
 
+@pytest.mark.parametrize("options", [{}, {"loss_type": "cispo", "epsilon_high": 2.0}], ids=["fused", "two sweeps"])
+@pytest.mark.parametrize("coef", [0.0, 0.1])
+@pytest.mark.parametrize("denominators", [(10**6, 10**6), (100, 10**6), (10**7, 5)], ids=str)
 @pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "reference"])
-def test_fp16_entropy_gradient_alone(backend):
-    """Only the entropy has an upstream, and a small one."""
-    hidden, weight = torch.randn(3, 5).half(), torch.randn(11, 5).half()
-    ids = torch.tensor([1, 2, 3])
-    grads = []
-    for dtype in (torch.float16, torch.float64):
-        leaf = weight.detach().clone().to(dtype).requires_grad_()
-        values = gf.linear_token_logprobs(hidden.to(dtype), leaf, ids, return_entropy=True,
-                                          backend=backend if dtype == torch.float16 else None)  # fmt: skip
-        (values.entropy.sum() * 1e-6).backward()
-        grads.append(leaf.grad)
-    assert problems.relative_error(*grads) < 0.1
+def test_fp16_head_with_bias_and_bonus(backend, denominators, coef, options):
+    """What was scaled up is scaled down again in all three gradients, and neither term may overflow."""
+    problem = problems.make()
+    tensors = head(problem, dtype=torch.float16)
+    arguments, _ = split(problem, {})
+    options = options | {"entropy_coef": coef, "denominator": denominators[0], "entropy_denominator": denominators[1]}
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    exact = [t.double().requires_grad_() for t in tensors]
+    scale = 2.0 ** (12 if 5 in denominators and coef else 18)
+    (gf.linear_grpo_loss(*leaves[:2], bias=leaves[2], **arguments, **options, backend=backend).loss * scale).backward()
+    (gf.linear_grpo_loss(*exact[:2], bias=exact[2], **arguments, **options).loss * scale).backward()
+    for leaf, expected in zip(leaves, exact, strict=True):
+        assert problems.relative_error(leaf.grad, expected.grad) < 1e-2
 
 
-def test_live_rows_name_each_row_once():
-    hidden, weight, ids = torch.zeros(1, 2, 3), torch.zeros(4, 3), torch.zeros(1, 2, dtype=torch.int64)
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "reference"])
+def test_fp16_head_entropy_alone(backend):
+    """No gradient by way of the log-probs: the entropy's own is what has to be kept away from 0."""
+    problem = problems.make()
+    hidden, weight, _ = head(problem, dtype=torch.float16)
+
+    def grad(dtype, backend):
+        leaf = hidden.to(dtype).requires_grad_()
+        out = gf.linear_token_logprobs(
+            leaf, weight.to(dtype), problem["token_ids"], problem["mask"], return_entropy=True, backend=backend
+        )
+        (out.entropy.sum() * 1e-6).backward()
+        return leaf.grad
+
+    unit = 2.0**-24  # the smallest fp16: the result itself cannot be more exact
+    exact = grad(torch.float64, "reference")
+    assert ((grad(torch.float16, backend).double() - exact).abs() <= unit + 0.01 * exact.abs()).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("options", [{}, {"loss_type": "cispo", "epsilon_high": 2.0}], ids=["fused", "two sweeps"])
+def test_live_rows_may_name_masked_tokens(backend, options):
+    """A superset is allowed, and a masked token's hidden state may be NaN: not even 0 * NaN of it may enter."""
+    problem = problems.make()
+    hidden, weight, bias = head(problem)
+    arguments, _ = split(problem, {})
+    expected, grads = run((hidden, weight, bias), arguments, options, backend=backend)
+    hidden[~problem["mask"]] = torch.nan
+    rows = torch.arange(problem["mask"].numel())
+    out, actual = run((hidden, weight, bias), arguments, options, backend=backend, live_rows=rows)
+    assert torch.allclose(out.loss, expected.loss, rtol=1e-6)
+    for a, e in zip(actual, grads, strict=True):
+        assert problems.relative_error(a, e) < 2e-6
+
+
+def test_live_rows_name_a_token_once():
+    """Twice would count twice in the weight's gradient."""
+    problem = problems.make(all_valid=True)
+    hidden, weight, _ = head(problem)
+    arguments, _ = split(problem, {})
+    rows = torch.arange(problem["mask"].numel())
     with pytest.raises(ValueError, match=r"live_rows.*once"):
-        gf.linear_grpo_loss(hidden, weight, ids, torch.ones(1), live_rows=torch.tensor([0, 1, 1]))
+        gf.linear_grpo_loss(hidden, weight, **arguments, live_rows=torch.cat([rows, rows[:1]]))
+
+
+def test_empty_vocabulary_without_tokens():
+    out = gf.linear_grpo_loss(
+        torch.zeros(1, 0, 3), torch.zeros(0, 3), torch.zeros(1, 0, dtype=torch.int64), torch.ones(1)
+    )
+    assert out.loss == 0
+
+
+def test_live_rows_must_name_every_live_token():
+    problem = problems.make()
+    hidden, weight, _ = head(problem)
+    arguments, _ = split(problem, {})
+    live = (problem["mask"] & (problem["advantages"] != 0)).flatten().nonzero()[:, 0]
+    gf.linear_grpo_loss(hidden, weight, **arguments, live_rows=live)
+    with pytest.raises(ValueError, match=f"live_rows.*misses flat index {live[2]}"):
+        gf.linear_grpo_loss(hidden, weight, **arguments, live_rows=live[live != live[2]])
+
+
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "reference"])
+@pytest.mark.parametrize("options", [{}, {"loss_type": "cispo", "epsilon_high": 2.0}], ids=["fused", "two sweeps"])
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_no_gradient_is_made_for_what_is_frozen(backend, options, frozen, monkeypatch):
+    """B39: neither [V, D] for a frozen head nor [N, D] for a frozen trunk, not even on the way."""
+    made, finish = [], linear_library._Grads.finish
+
+    def spy(self, *args):
+        made.append({"hidden": self.hidden is not None, "weight": self.weight is not None})
+        return finish(self, *args)
+
+    monkeypatch.setattr(linear_library._Grads, "finish", spy)
+    problem = problems.make()
+    hidden, weight, _ = head(problem)
+    arguments, _ = split(problem, {})
+    leaves = {"hidden": hidden, "weight": weight}
+    for name, leaf in leaves.items():
+        leaf.requires_grad_(name != frozen)
+    gf.linear_grpo_loss(**leaves, **arguments, **options, backend=backend).loss.backward()
+    assert made == [{name: name != frozen for name in leaves}]
+
+
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_logits_chunks_fit_the_workspace(backend, dtype, monkeypatch):
+    sizes, chunks = [], linear_library._Head.chunks
+
+    def spy(self):
+        for chunk in chunks(self):
+            sizes.append(chunk[2].numel() * chunk[2].element_size())
+            yield chunk
+
+    monkeypatch.setattr(linear_library._Head, "chunks", spy)
+    problem = problems.make(all_valid=True)
+    hidden, weight, _ = head(problem, dtype=dtype)
+    arguments, _ = split(problem, {})
+    row = 37 * dtype.itemsize
+    gf.linear_grpo_loss(
+        hidden, weight.requires_grad_(), **arguments, workspace_bytes=4 * row + 1, score_dead_rows=True, backend=backend
+    )
+    assert sizes == [4 * row] * 5 + [row]
+
+
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "reference"])
+def test_bias_gradient_is_summed_in_fp32(backend):
+    """An fp32 bias on a bf16 head: chunks of one row add bf16 rows exactly, a whole chunk must do no worse."""
+    problem = problems.make(batch=1, length=256, vocab=40, all_valid=True)
+    hidden, weight, bias = head(problem, dtype=torch.bfloat16)
+    arguments, _ = split(problem, {})
+    arguments["old_logps"] = None
+
+    def grad(rows):
+        leaf = bias.float().requires_grad_()
+        gf.linear_grpo_loss(
+            hidden, weight, **arguments, bias=leaf, workspace_bytes=2 * 40 * rows, backend=backend
+        ).loss.backward()  # fmt: skip
+        return leaf.grad
+
+    assert problems.relative_error(grad(64), grad(1)) < 2e-4
+
+
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "reference"])
+def test_two_sweeps_recompute_under_the_forwards_autocast(backend):
+    """The backward runs outside autocast, but its logits must be those of the forward."""
+    problem = problems.make()
+    hidden, weight, _ = head(problem)
+    arguments, _ = split(problem, {})
+
+    def grads(reduction):
+        leaves = hidden.clone().requires_grad_(), (weight * 3).requires_grad_()
+        options = {"loss_type": "dapo", "denominator": 1, "reduction": reduction, "backend": backend}
+        with torch.autocast(hidden.device.type, torch.bfloat16):
+            loss = gf.linear_grpo_loss(*leaves, **arguments, **options).loss
+        return torch.autograd.grad(loss.sum(), leaves)
+
+    for actual, expected in zip(grads("none"), grads("sum"), strict=True):
+        assert problems.relative_error(actual, expected) < 1e-3

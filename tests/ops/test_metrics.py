@@ -101,3 +101,38 @@ def test_worked_kl_values():
             )  # fmt: skip
             total += a[token] * out.loss
         assert total.item() == pytest.approx(expected, abs=5e-4)
+
+
+def test_extrema_combine():
+    """Whichever of two micro-batches holds the extremum."""
+    low, high = run([[-0.3, 0.1]], [[1.0, 1.0]]), run([[0.2, 0.7]], [[1.0, 1.0]])
+    for parts in ((low, high), (high, low)):
+        means = sum(part.metrics for part in parts).means()
+        assert means["ratio/min"] == pytest.approx(math.exp(-0.3), rel=1e-6)
+        assert means["ratio/max"] == pytest.approx(math.exp(0.7), rel=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_dropped_sequences_count_as_unclipped(backend):
+    """Sequence level, head: a sequence without an advantage is not scored, but it counts in the clip ratio."""
+    hidden, weight, ids = torch.randn(3, 2, 4), torch.randn(6, 4), torch.randint(0, 6, (3, 2))
+    logps = gf.linear_token_logprobs(hidden, weight, ids, backend=backend)
+    out = gf.linear_grpo_loss(
+        hidden, weight, ids, torch.tensor([1.0, 0.0, 1.0]), old_logps=logps - torch.tensor([[0.5], [0.5], [0.0]]),
+        importance_sampling_level="sequence", backend=backend,
+    )  # fmt: skip
+    means = out.metrics.means()
+    assert means["clip_ratio/high_mean"] == pytest.approx(1 / 3)
+    assert means["ratio/mean"] == pytest.approx((math.exp(0.5) + 1) / 2, rel=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_kl_averages_over_scored_tokens(backend):
+    """beta 0: the head drops the token without an advantage, whose KL is unknown."""
+    hidden, weight, ids = torch.randn(1, 3, 4), torch.randn(6, 4), torch.randint(0, 6, (1, 3))
+    logps = gf.linear_token_logprobs(hidden, weight, ids, backend=backend)
+    out = gf.linear_grpo_loss(
+        hidden, weight, ids, torch.tensor([[1.0, 0.0, 1.0]]), ref_logps=logps + torch.tensor([[1.0, 5.0, 1.0]]),
+        backend=backend,
+    )  # fmt: skip
+    assert out.metrics.means()["kl"] == pytest.approx(math.e - 2, rel=1e-5)

@@ -106,3 +106,10 @@ def test_position_can_be_saved_and_restored(tokenizer):
     other.load_state_dict(state)
     assert drawn(other, 11) == expected
     assert drawn(PromptSource(rows, tokenizer, seed=4), 18)[7:] != expected
+
+
+def test_templates_write_their_own_special_tokens():
+    """A tokenizer that adds BOS to raw text adds none to a conversation whose template has none."""
+    tokenizer = make_tokenizer(adds_bos=True)
+    tokenizer.chat_template = tokenizer.chat_template.removeprefix("{{ bos_token }}")
+    assert BOS not in encode_prompt(tokenizer, CHAT)

@@ -270,3 +270,9 @@ def test_classifier_refuses_what_does_not_fit_its_positions(classifier_path):
 def test_classifier_needs_one_output(classifier_path):
     with pytest.raises(RuntimeError, match="expected num_labels=1, got 2"):
         score(f"hf:{classifier_path(num_labels=2)}")
+
+
+@pytest.mark.parametrize("max_length, buffer", [(4, 0), (4, 5), (4, -1)])
+def test_length_penalty_needs_a_buffer(max_length, buffer):
+    with pytest.raises(ValueError, match="0 < buffer <= max_length"):
+        LengthPenalty(max_length, buffer)

@@ -237,3 +237,25 @@ def test_interface(llama):
     assert Rollout(prompt_ids=(BOS,), completion_ids=(), truncated=False).logprobs is None
     with pytest.raises(ValueError, match="with `generate`, got LlamaModel"):
         TransformersRollout(llama.model)
+
+
+def test_logprobs_end_with_the_completion(llama):
+    """A row that ends early is padded by generate(), its log-probs are not."""
+    options = SamplingOptions(n=16, max_tokens=12, temperature=3.0, logprobs=True)
+    rollouts = TransformersRollout(llama).generate(PROMPTS, options, 0)
+    assert len({len(rollout.completion_ids) for rollout in rollouts}) > 1
+    assert all(len(rollout.logprobs) == len(rollout.completion_ids) for rollout in rollouts)
+
+
+def test_the_models_positions_may_be_filled_exactly(llama):
+    prompt = [5] * 124
+    (rollout,) = TransformersRollout(llama).generate([prompt], SamplingOptions(max_tokens=4), 0)
+    assert 1 <= len(rollout.completion_ids) <= 4
+    with pytest.raises(ValueError, match="positions"):
+        TransformersRollout(llama).generate([prompt], SamplingOptions(max_tokens=5), 0)
+
+
+def test_eos_ids_outside_the_vocabulary_are_ignored(llama):
+    size = llama.get_input_embeddings().num_embeddings
+    llama.generation_config.eos_token_id = [-1, size - 1, size]
+    assert eos_token_ids(llama) == (size - 1,)

@@ -128,24 +128,24 @@ def test_loss_types(loss_type):
     assert_close(update.gradients[0], gradients_of(clean), 1e-6)
 
 
-def test_second_iteration_clips_against_the_frozen_first():
+def test_later_iterations_clip_against_the_frozen_first():
     model = make_model("llama").double()
     old = copy.deepcopy(model).eval()
-    options = LossConfig(beta=0.0, num_iterations=2)
-    update, metrics = run_update(model, num_iterations=2, beta=0.0, max_tokens=24, learning_rate=0.02)
+    options = LossConfig(beta=0.0, num_iterations=3)
+    update, metrics = run_update(model, num_iterations=3, beta=0.0, max_tokens=24, learning_rate=0.02)
     stepped = copy.deepcopy(old)
     optimizer = torch.optim.AdamW(stepped.parameters(), lr=0.02, weight_decay=0.0)
     losses = []
-    for _ in range(2):
+    for _ in range(3):
         loss = plain_loss(stepped, options, 1.0, old=old)
         optimizer.zero_grad()
         loss.backward()
         losses.append(loss.item())
         gradients = gradients_of(stepped)
         optimizer.step()
-    assert_close(update.gradients[1], gradients, 1e-5)
-    assert metrics["loss"] == pytest.approx(sum(losses) / 2, rel=1e-5)
-    assert metrics["clip_ratio/region_mean"] > 0.05  # the second pass is off-policy and clips
+    assert_close(update.gradients[2], gradients, 1e-5)
+    assert metrics["loss"] == pytest.approx(sum(losses) / 3, rel=1e-5)
+    assert metrics["clip_ratio/region_mean"] > 0.05  # the later passes are off-policy and clip
     assert_close(dict(model.named_parameters()), dict(stepped.named_parameters()), 1e-4)
 
 
@@ -210,11 +210,12 @@ def test_loss_from_logits_equals_loss_from_hidden_states(kind, monkeypatch):
 
 def test_models_without_logits_to_keep(monkeypatch):
     monkeypatch.setattr("grpo_fast.forward.find_linear_head", lambda model: (None, "from logits"))
-    expected, _ = run_update(make_model("llama"), beta=0.0)
+    # Micro-batches whose first completions start in different columns, all but one of them later than column 0.
+    expected, _ = run_update(make_model("llama"), beta=0.0, max_tokens=16)
     model = make_model("llama")
     full = model.forward
     model.forward = lambda input_ids, use_cache: full(input_ids=input_ids, use_cache=use_cache)
-    update, _ = run_update(model, beta=0.0)
+    update, _ = run_update(model, beta=0.0, max_tokens=16)
     assert_close(update.gradients[0], expected.gradients[0], 1e-6)
 
 
@@ -385,3 +386,22 @@ def test_kl_is_absent_without_a_reference_and_clip_ratios_follow_the_loss():
     _, metrics = run_update(make_model("llama"), beta=0.0, loss_type="cispo", epsilon_high=2.0, backend="reference")
     assert not [name for name in metrics if name.startswith("clip_ratio")]
     assert metrics["cispo_clip_ratio"] == 0.0
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+def test_head_with_a_bias(beta):
+    def biased(seed):
+        model = make_model("llama", seed=seed).double()
+        layer = torch.nn.Linear(32, model.lm_head.out_features, dtype=torch.float64)
+        layer.weight.data.copy_(model.lm_head.weight)
+        layer.bias.data.normal_(generator=torch.Generator().manual_seed(seed))
+        model.lm_head = layer
+        return model
+
+    model, reference = biased(0), biased(1) if beta else None
+    clean = copy.deepcopy(model).eval()
+    plain_loss(clean, LossConfig(beta=beta), 1.0, reference=reference and reference.eval()).backward()
+    update, _ = run_update(model, reference=reference, beta=beta, max_tokens=24)
+    assert update.forward.head is not None
+    assert "lm_head.bias" in update.gradients[0]
+    assert_close(update.gradients[0], gradients_of(clean), 1e-5)

@@ -128,6 +128,11 @@ def test_overflowing_ratio():
     assert g.tolist() == [0.0, 0.0, 0.0, math.inf]
     loss, g = evaluate(objectives.clip, [0.0], [-100.0], None, [-1.0], delta=4.0)
     assert (loss.item(), g.item()) == (4.0, 0.0)
+    # A < 0 without weight; no KL to multiply
+    loss, g = evaluate(objectives.clip, [0.0], [-100.0], None, [-1.0], [0.0])
+    assert (loss.item(), g.item()) == (0.0, 0.0)
+    loss, g = evaluate(objectives.clip_unbiased_kl, [-1.0], [-101.0], [-1.0], [0.0], beta=0.1)
+    assert (loss.item(), g.item()) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("d, k3", [(60.0, 1.142007e26), (80.0, 5.540622e34), (200.0, math.inf)])
