@@ -41,10 +41,11 @@ lint: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/grpo-fast bench
 
-# The oldest supported versions load the extension that .venv built, in an environment of their own.
+# The oldest supported versions load the extension that .venv built, in an environment of their own. Triton 3.6's
+# interpreter fails on numpy 2.4.
 OLDEST := .venv-oldest
 test-oldest: $(INSTALLED)
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet 'torch==2.11.*' 'triton==3.6.*' 'transformers==5.16.*' \
-		numpy safetensors pyyaml tqdm typer hypothesis pytest
+		'numpy<2.4' safetensors pyyaml tqdm typer hypothesis pytest
 	OMP_NUM_THREADS=2 $(OLDEST)/bin/python -m pytest tests/ops tests/csrc tests/kernels
