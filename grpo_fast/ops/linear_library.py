@@ -62,6 +62,8 @@ class _Head:
             logits_RV = hidden_RD @ self.weight.t()
             if self.bias is not None:
                 logits_RV += self.bias
+            if self.dtype == torch.float16:
+                logits_RV = logits_RV.float()  # for the gradients' sake, see _Grads.add
             yield where, hidden_RD, logits_RV
 
 
@@ -76,28 +78,38 @@ class _Grads:
         self.weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if need[1] else None
         self.bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=weight.device) if need[2] else None
 
-    def add(self, where, hidden_RD: Tensor, dlogits_RV: Tensor, undo: Tensor | None = None) -> None:
-        """Add a chunk's share; `undo` is what its coefficients were multiplied by to keep fp16 away from 0."""
+    def add(self, where, hidden_RD: Tensor, dlogits_RV: Tensor) -> None:
+        """Add a chunk's share."""
+        if self.head.dtype == torch.float16:
+            self._add_fp16(where, hidden_RD, dlogits_RV)
+            return
         if self.hidden is not None:
-            dhidden = _mm_fp32(dlogits_RV, self.head.weight) if self.keep_fp32 else dlogits_RV @ self.head.weight
-            self.hidden[where] = (dhidden if undo is None else dhidden / undo).to(self.hidden.dtype)
+            self.hidden[where] = (dlogits_RV @ self.head.weight).to(self.hidden.dtype)
         if self.weight is not None:
-            if undo is None and dlogits_RV.dtype == torch.float32:
+            if dlogits_RV.dtype == torch.float32:
                 self.weight.addmm_(dlogits_RV.t(), hidden_RD)
             else:
-                dweight = _mm_fp32(dlogits_RV.t(), hidden_RD)
-                self.weight += dweight if undo is None else dweight / undo
+                self.weight += _mm_fp32(dlogits_RV.t(), hidden_RD)
         if self.bias is not None:
-            dbias = dlogits_RV.sum(0, dtype=torch.float32)
-            self.bias += dbias if undo is None else dbias / undo
+            self.bias += dlogits_RV.sum(0, dtype=torch.float32)
+
+    def _add_fp16(self, where, hidden_RD: Tensor, dlogits_RV: Tensor) -> None:
+        """fp16 gradients would flush to 0 or overflow: fp32 ones are brought near 1 for the GEMMs, exactly."""
+        size = _power_of_two_below(dlogits_RV)
+        dlogits_RV = (dlogits_RV / size).half()
+        if self.hidden is not None:
+            self.hidden[where] = (_mm_fp32(dlogits_RV, self.head.weight) * size).to(self.hidden.dtype)
+        if self.weight is not None:
+            self.weight += _mm_fp32(dlogits_RV.t(), hidden_RD) * size
+        if self.bias is not None:
+            self.bias += dlogits_RV.sum(0, dtype=torch.float32) * size
 
     def finish(self, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
         """In the parameters' dtypes (fp32 where the backward still has to scale fp16); empty where not needed."""
-        empty = self.head.hidden.new_empty(0)
-        results = [empty if self.hidden is None else self.hidden]
-        for grad, parameter in ((self.weight, weight), (self.bias, bias)):
+        results = []
+        for grad, parameter in ((self.hidden, self.head.hidden), (self.weight, weight), (self.bias, bias)):
             if grad is None:
-                results.append(empty)
+                results.append(self.head.hidden.new_empty(0))
             else:
                 results.append(grad if self.keep_fp32 else grad.to(parameter.dtype))
         return results
@@ -112,18 +124,14 @@ def _mm_fp32(a: Tensor, b: Tensor) -> Tensor:
     return a.float() @ b.float()  # the CPU has no mixed GEMM, and rounding each chunk's sum would bias the total
 
 
+def _power_of_two_below(values: Tensor) -> Tensor:
+    """A power of two in [max|values| / 2, max|values|], 1 where all are 0: dividing by it is exact."""
+    largest = values.abs().amax().clamp(max=torch.finfo(torch.float32).max)
+    return torch.where(largest > 0, torch.exp2(torch.floor(torch.log2(largest.clamp(min=2.0**-126)))), 1.0)
+
+
 def _select(vector: Tensor | None, where) -> Tensor | None:
     return None if vector is None else vector[:, where].contiguous()
-
-
-def _power_of_two_below(*coefficients: Tensor | None) -> Tensor:
-    """1 / (largest coefficient), rounded to a power of two: brings fp16 gradients near 1, exactly undone later."""
-    largest = torch.stack([c.abs().amax().float() for c in coefficients if c is not None]).amax()
-    return torch.where(largest > 0, torch.exp2(-torch.floor(torch.log2(largest.clamp(min=1e-30)))), 1.0)
-
-
-def _scaled(undo: Tensor, *coefficients: Tensor | None) -> list[Tensor | None]:
-    return [None if c is None else c * undo for c in coefficients]
 
 
 @without_autocast
@@ -141,16 +149,12 @@ def _linear_grpo_loss(
     for where, hidden_RD, logits_RV in head.chunks():
         vectors = [_select(v, where) for v in (ids, valid, advantages, weights, old_logps, ref_logps)]
         vectors[1] = vectors[1].view(torch.uint8)
-        coef_R, bonus, undo = _select(coef, where), entropy_scale, None
-        if grads.keep_fp32:
-            undo = _power_of_two_below(coef_R, bonus)
-            coef_R, bonus = _scaled(undo, coef_R, bonus)
         logits_1RV = logits_RV[None]
         outputs = library.like_vectors(logits_1RV, 3)
         if not want_entropy:
             outputs[2] = None
-        kernel(logits_1RV, *vectors, coef_R, bonus, *outputs, logits_1RV, *numbers)
-        grads.add(where, hidden_RD, logits_RV, undo)
+        kernel(logits_1RV, *vectors, _select(coef, where), entropy_scale, *outputs, logits_1RV, *numbers)
+        grads.add(where, hidden_RD, logits_RV)
         for whole, part in zip((losses, logps, entropy), outputs, strict=True):
             if part is not None:
                 whole[:, where] = part
@@ -210,13 +214,9 @@ def _linear_row_grad(
     for where, hidden_RD, logits_RV in head.chunks():
         vectors = [_select(v, where) for v in (ids, valid, row_max, row_sum, logps, entropy, g, g_entropy)]
         vectors[1] = vectors[1].view(torch.uint8)
-        undo = None
-        if dtype == torch.float16:
-            undo = _power_of_two_below(*vectors[6:])
-            vectors[6:] = _scaled(undo, *vectors[6:])
         logits_1RV = logits_RV[None]
         kernel(logits_1RV, *vectors, logits_1RV, temperature, softcap, logit_scale)
-        grads.add(where, hidden_RD, logits_RV, undo)
+        grads.add(where, hidden_RD, logits_RV)
         del logits_RV, logits_1RV
     return tuple(grads.finish(weight, bias))
 

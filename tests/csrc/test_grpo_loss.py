@@ -124,7 +124,7 @@ def test_the_gradient_flows_at_the_bound_and_stops_beyond(ops, advantage, bound)
     assert (rows.native_loss(ops, problem).grad == 0).all()
 
 
-@pytest.mark.parametrize("gap", [1e-7, 1e-6, 1e-4, 0.01, 0.0999, 0.1001, 0.4999, 0.5001, 2.0, 60.0, 80.0])
+@pytest.mark.parametrize("gap", [1e-7, 1e-6, 1e-4, 0.01, 0.0999, 0.1001, 0.4999, 0.5001, 1.0, 1.9, 2.0, 60.0, 80.0])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_k3_is_right_to_1e_6_whatever_the_gap(ops, gap, sign):
     problem = one_token(0.0, 0.0, beta=1.0)

@@ -134,6 +134,13 @@ def test_refusals(ops):
     p.advantages = p.advantages[:, :1]
     with pytest.raises(RuntimeError, match="contiguous CPU vector of 2 elements"):
         rows.native_loss(ops, p)
+    p.advantages = torch.zeros(1, 4)[:, ::2]
+    with pytest.raises(RuntimeError, match="contiguous CPU vector of 2 elements"):
+        rows.native_loss(ops, p)
+    p = rows.make_problem(1, 2, 8, masked=False)
+    p.logits = torch.empty(1, 2, 0)
+    with pytest.raises(RuntimeError, match="the vocabulary is empty"):
+        rows.native_loss(ops, p)
     p = rows.make_problem(1, 2, 8, masked=False)
     p.logits = torch.empty(1, 8, 2).transpose(1, 2)
     with pytest.raises(RuntimeError, match="unit stride"):

@@ -433,3 +433,22 @@ def test_two_sweeps_recompute_under_the_forwards_autocast(backend):
 
     for actual, expected in zip(grads("none"), grads("sum"), strict=True):
         assert problems.relative_error(actual, expected) < 1e-3
+
+
+@pytest.mark.parametrize("d, advantage", [(15.0, 0.0), (0.0, 1e-7)], ids=["large k3", "small advantage"])
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "reference"])
+def test_fp16_head_scales_what_the_gradient_is(backend, d, advantage):
+    """Coefficients do not tell how large it is: k3's derivative at d = 15 is 3e6, an advantage may be 1e-7."""
+    torch.manual_seed(1)
+    hidden, weight = torch.randn(4, 8).half(), torch.randn(11, 8).half()
+    ids = torch.tensor([1, 2, 3, 4])
+    logps = gf.linear_token_logprobs(hidden.double(), weight.double(), ids).float()
+    kwargs = {"cu_seqlens": torch.tensor([0, 4]), "ref_logps": logps + d, "beta": 0.04 if d else 0.0}
+    grads = []
+    for dtype, name in ((torch.float16, backend), (torch.float64, None)):
+        leaf = weight.clone().to(dtype).requires_grad_()
+        out = gf.linear_grpo_loss(hidden.to(dtype), leaf, ids, torch.full((1,), advantage), backend=name, **kwargs)
+        scale = 2.0**-4 if d else 2.0**20
+        (out.loss * scale).backward()
+        grads.append(leaf.grad)
+    assert problems.relative_error(*grads) < 3e-3

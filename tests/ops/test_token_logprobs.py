@@ -204,3 +204,27 @@ def test_no_limit_on_the_vocabulary(backend, vocab):
     expected = torch.tensor([5 - math.log(math.exp(5) + vocab - 1), -math.log(vocab)])
     rtol = 1e-4 if backend == "reference" else 1e-6  # torch's own fp32 sum of a million terms
     assert torch.allclose(gf.token_logprobs(logits, ids, backend=backend)[:, 0], expected, rtol=rtol)
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_impossible_target_has_no_gradient(backend, entropy):
+    """logp = -inf; the row's gradient is -p, and 0 at the target itself, where onehot - p would be 1."""
+    logits = torch.tensor([[[1.0, -torch.inf, 2.0, 0.5]]], requires_grad=True)
+    out = gf.token_logprobs(logits, torch.tensor([[1]]), return_entropy=True, backend=backend)
+    (out.logps + 0 * out.entropy if entropy else out.logps).sum().backward()
+    expected = -torch.softmax(logits.detach(), -1)
+    assert out.logps == -torch.inf
+    assert torch.allclose(logits.grad, expected, atol=1e-7)
+    assert logits.grad[0, 0, 1] == 0
+
+
+@pytest.mark.parametrize("gap", [20.0, 40.0, 80.0])
+@pytest.mark.skipif("cpu" not in BACKENDS, reason="the C++ extension is not built")
+def test_cpu_knows_how_far_a_certain_target_is_from_1(gap):
+    """-log(1 + e^-gap), which 1 + e^-gap has forgotten in double from 37 on."""
+    logits = torch.tensor([[[gap, 0.0]]], requires_grad=True)
+    logps = gf.token_logprobs(logits, torch.tensor([[0]]), backend="cpu")
+    logps.sum().backward()
+    assert logps.item() == pytest.approx(-math.exp(-gap), rel=1e-5, abs=0)
+    assert logits.grad[0, 0].tolist() == pytest.approx([math.exp(-gap), -math.exp(-gap)], rel=1e-5, abs=0)
