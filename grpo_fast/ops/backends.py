@@ -81,10 +81,19 @@ def unavailable_reason(name: str) -> str | None:
             return "triton is not installed"
         if not torch.cuda.is_available() and not _interpreted():
             return "no CUDA device (TRITON_INTERPRET=1 runs the kernels, slowly, on the CPU)"
-        return None
+        return None if _interpreted() else _unwritable_cache()
     if name == "cuda":
         return "csrc/cuda is not part of this version"
     raise ValueError(f"backend: expected None or one of {', '.join(BACKENDS)}, got {name!r}")
+
+
+def _unwritable_cache() -> str | None:
+    """Triton writes every kernel it compiles to a folder; where it cannot, say so before a step has been paid for."""
+    folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path(os.environ.get("TRITON_HOME") or Path.home(), ".triton"))
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if os.access(there, os.W_OK):
+        return None
+    return f"Triton cannot write its cache in {folder}; set TRITON_CACHE_DIR to a folder that is writable"
 
 
 def _interpreted() -> bool:
