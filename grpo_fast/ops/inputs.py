@@ -69,7 +69,7 @@ class Tokens:
         """old_logps or ref_logps: token_ids' shape exactly."""
         if value is None:
             return None
-        _constant(name, value)
+        check_constant(name, value)
         if tuple(value.shape) != tuple(self.shape):
             raise ValueError(f"{name}: expected token_ids' shape {list(self.shape)}, got {list(value.shape)}")
         _same_device(name, value, self.ids)
@@ -81,12 +81,12 @@ class Tokens:
             return None
         if not isinstance(value, Tensor):
             raise ValueError(f"{name}: expected a tensor, got {type(value).__name__}")
-        _constant(name, value)
+        check_constant(name, value)
         _same_device(name, value, self.ids)
         return self.sequences.per_token(name, value).to(dtype).contiguous()
 
 
-def _constant(name: str, value: Tensor) -> None:
+def check_constant(name: str, value: Tensor) -> None:
     if value.requires_grad:
         raise ValueError(f"{name}: is a constant of the loss but requires grad; pass {name}.detach()")
 

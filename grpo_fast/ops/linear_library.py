@@ -63,7 +63,7 @@ class _Head:
             if self.bias is not None:
                 logits_RV += self.bias
             if self.dtype == torch.float16:
-                logits_RV = logits_RV.float()  # for the gradients' sake, see _Grads.add
+                logits_RV = logits_RV.float()  # for the gradients' sake, see _Grads._add_fp16
             yield where, hidden_RD, logits_RV
 
 
@@ -116,9 +116,7 @@ class _Grads:
 
 
 def _mm_fp32(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b with fp32 accumulation and an fp32 result."""
-    if a.dtype == torch.float32:
-        return a @ b
+    """a @ b of half-precision operands with fp32 accumulation and an fp32 result."""
     if a.device.type == "cuda":
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()  # the CPU has no mixed GEMM, and rounding each chunk's sum would bias the total

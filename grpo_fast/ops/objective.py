@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grpo_fast.ops.inputs import Tokens
+from grpo_fast.ops.inputs import Tokens, check_constant
 from grpo_fast.ops.options import PolicyOptions
 from grpo_fast.types import LossMetrics
 
@@ -130,18 +130,13 @@ def scalar_divisor(name: str, value, like: Tensor) -> Tensor:
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(f"{name}: expected a 0-d tensor or a number, got shape {list(value.shape)}")
-        _constant_scalar(name, value)
+        check_constant(name, value)
         divisor = value.reshape(()).to(device=like.device, dtype=like.dtype)
     else:
         if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt)) or not value >= 0:
             raise ValueError(f"{name}: expected a 0-d tensor or a number >= 0, got {value!r}")
         divisor = torch.full((), value, dtype=like.dtype, device=like.device)
     return torch.where(divisor == 0, 1.0, divisor)
-
-
-def _constant_scalar(name: str, value: Tensor) -> None:
-    if value.requires_grad:
-        raise ValueError(f"{name}: is a constant of the loss but requires grad; pass {name}.detach()")
 
 
 @torch.no_grad()

@@ -172,26 +172,13 @@ def test_more_than_2_to_31_logits():
     top = valid_rows % 7
     logits[0, valid_rows, ids[0, valid_rows]] = top.to(torch.bfloat16)
     expected = top - (top.double().exp() + vocab - 1).log()
-    holder = _NonLeaf.apply(logits.detach(), torch.zeros((), requires_grad=True))
+    holder = problems.as_non_leaf(logits)
     logps = gf.token_logprobs(holder, ids, mask, inplace=True, backend="cpu")
     assert torch.allclose(logps[0, valid_rows].double(), expected, rtol=1e-6)
     logps.sum().backward()
     sums = logits[0, valid_rows].double().sum(-1)
     assert sums.abs().max() < 1e-2, "a gradient row sums to 0, to bf16 rounding"
     assert torch.allclose(logits[0, valid_rows, ids[0, valid_rows]].double(), 1 - expected.exp(), rtol=4e-3)
-
-
-class _NonLeaf(torch.autograd.Function):
-    """The buffer itself as a non-leaf that requires grad, without a second 5 GB."""
-
-    @staticmethod
-    def forward(ctx, buffer, anchor):
-        ctx.mark_dirty(buffer)
-        return buffer
-
-    @staticmethod
-    def backward(ctx, grad):
-        return None, None
 
 
 @pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "triton"])

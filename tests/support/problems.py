@@ -61,6 +61,22 @@ def poison(problem):
     return poisoned
 
 
+def as_non_leaf(buffer):
+    """The buffer's own memory as a non-leaf that requires grad, as a model's output is: may be worked on in place."""
+    return _NonLeaf.apply(buffer.detach(), torch.zeros((), requires_grad=True))
+
+
+class _NonLeaf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, buffer, anchor):
+        ctx.mark_dirty(buffer)
+        return buffer
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, None
+
+
 def relative_error(actual, expected):
     """max |a - b| / max |b| (DESIGN's tolerance)."""
     expected = expected.double()
