@@ -47,6 +47,18 @@ class LossMetrics:
         "clip_count",  # valid tokens; at sequence level sequences with a valid token
     )
 
+    @classmethod
+    def of(cls, device, ratio_min: Tensor | None = None, ratio_max: Tensor | None = None, **counts) -> LossMetrics:
+        """From 0-d tensors by the names in FIELDS; what is not given is 0."""
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        sums = torch.stack([counts.pop(name, zero).to(torch.float64) for name in cls.FIELDS])
+        assert not counts, f"not metrics: {list(counts)}"
+        return cls(
+            sums,
+            torch.full((), torch.inf, device=device) if ratio_min is None else ratio_min,
+            torch.full((), -torch.inf, device=device) if ratio_max is None else ratio_max,
+        )
+
     def __getattr__(self, name: str) -> Tensor:
         if name in LossMetrics.FIELDS:
             return self.sums[LossMetrics.FIELDS.index(name)]

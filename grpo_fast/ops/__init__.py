@@ -1,6 +1,8 @@
 from grpo_fast.ops.grpo_loss import grpo_loss
 from grpo_fast.ops.library import set_debug
-from grpo_fast.ops.linear_grpo_loss import linear_grpo_loss, linear_token_logprobs
+from grpo_fast.ops.linear_grpo_loss import linear_grpo_loss
+from grpo_fast.ops.linear_policy_loss import linear_policy_loss
+from grpo_fast.ops.linear_token_logprobs import linear_token_logprobs
 from grpo_fast.ops.modules import GRPOLoss, LinearGRPOLoss
 from grpo_fast.ops.token_logprobs import token_logprobs
 
@@ -9,6 +11,7 @@ __all__ = [
     "LinearGRPOLoss",
     "grpo_loss",
     "linear_grpo_loss",
+    "linear_policy_loss",
     "linear_token_logprobs",
     "set_debug",
     "token_logprobs",

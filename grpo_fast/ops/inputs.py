@@ -6,6 +6,8 @@ of N tokens; `Sequences` alone knows where its sequences begin.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +22,29 @@ class Sequences:
     shape: tuple[int, int]  # of the token vectors: (B, T), or (1, N) when packed
     cu_seqlens: Tensor | None = None  # (B+1,)
     index: Tensor | None = None  # (N,), the sequence of each packed token
+
+    @classmethod
+    def packed(cls, cu_seqlens: Tensor, num_tokens: int) -> Sequences:
+        position = torch.arange(num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+        index = torch.searchsorted(cu_seqlens[1:].contiguous(), position, right=True)
+        return cls(cu_seqlens.shape[0] - 1, (1, num_tokens), cu_seqlens, index)
+
+    def narrow(self, first: int, last: int, start: int, stop: int) -> Sequences:
+        """Sequences first .. last-1, whose tokens are start .. stop-1 of the flat ones."""
+        if self.cu_seqlens is None:
+            return Sequences(last - first, (last - first, self.shape[1]))
+        cu_seqlens, index = self.cu_seqlens[first : last + 1] - start, self.index[start:stop] - first
+        return Sequences(last - first, (1, stop - start), cu_seqlens, index)
+
+    def padded(self, longest: int | None = None) -> Callable[[Tensor], Tensor]:
+        """A function that takes vectors of these sequences to (B, longest), 0 in the padding."""
+        if self.cu_seqlens is None:
+            return lambda vector: vector
+        starts = self.cu_seqlens.long()
+        if longest is None:
+            longest = int((starts[1:] - starts[:-1]).max()) if self.num else 0
+        column = torch.arange(self.shape[1], device=starts.device) - starts[self.index]
+        return lambda vector: vector.new_zeros(self.num, longest).index_put((self.index, column), vector[0])
 
     def sum(self, values_BT: Tensor) -> Tensor:
         """Sum over each sequence, (B,); of a mask the int64 count. Ordered, so deterministic."""
@@ -91,6 +116,22 @@ def check_constant(name: str, value: Tensor) -> None:
         raise ValueError(f"{name}: is a constant of the loss but requires grad; pass {name}.detach()")
 
 
+def check_plain(name: str, tensor: Tensor | None) -> None:
+    """Refuses a DTensor: what its gradient means to the ranks is not known here."""
+    if type(tensor) in (Tensor, torch.nn.Parameter, type(None)):
+        return
+    distributed = sys.modules.get("torch.distributed.tensor")
+    if distributed is not None and isinstance(tensor, distributed.DTensor):
+        raise ValueError(
+            f"{name}: expected a plain tensor, got a DTensor with placements {list(tensor.placements)}. Pass\n"
+            f'    {name}.full_tensor(grad_placements=[Partial("avg")])\n'
+            "where each rank has its own data and gradients are averaged (FSDP2; Partial of torch.distributed.tensor, "
+            "once per mesh dimension), or\n"
+            f"    {name}.full_tensor()\n"
+            "where every rank of the mesh has the same data (tensor parallel)"
+        )
+
+
 def _same_device(name: str, value: Tensor, ids: Tensor) -> None:
     if value.device != ids.device:
         raise ValueError(f"{name}: expected device {ids.device} (token_ids'), got {value.device}")
@@ -149,9 +190,7 @@ def _packed_sequences(cu_seqlens: Tensor, num_tokens: int, token_ids: Tensor) ->
         bounds = cu_seqlens.tolist()
         if bounds[0] != 0 or bounds[-1] != num_tokens or bounds != sorted(bounds):
             raise ValueError(f"cu_seqlens: expected non-decreasing from 0 to N = {num_tokens}, got {bounds[:8]}...")
-    position = torch.arange(num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-    index = torch.searchsorted(cu_seqlens[1:].contiguous(), position, right=True)
-    return Sequences(cu_seqlens.shape[0] - 1, (1, num_tokens), cu_seqlens, index)
+    return Sequences.packed(cu_seqlens, num_tokens)
 
 
 def rows_of(name: str, scores: Tensor, inplace: bool) -> Tensor:
@@ -165,7 +204,8 @@ def rows_of(name: str, scores: Tensor, inplace: bool) -> Tensor:
 
 
 def check_inplace(logits: Tensor) -> None:
-    if torch.is_grad_enabled() and logits.requires_grad and logits.is_leaf:
+    owner = logits if logits._base is None else logits._base  # a view writes into what it is a view of
+    if torch.is_grad_enabled() and owner.requires_grad and owner.is_leaf:
         raise ValueError("inplace: logits is a leaf that requires grad, its values would be lost; pass inplace=False")
     extent = 1
     for stride, size in sorted(zip(logits.stride(), logits.shape, strict=True)):

@@ -1,6 +1,6 @@
 """The autograd side of the lm_head path, as autograd.py is of the logits path. Differentiable once.
 
-`tail` is what every head op ends with: (gemm_dtype, rows_per_chunk, backend).
+`how` is what every head op ends with: HeadOptions.
 """
 
 from __future__ import annotations
@@ -12,64 +12,80 @@ from grpo_fast.ops.autograd import differentiable_once, scale_grad
 
 
 class LinearRowLogprobs(torch.autograd.Function):
-    """hidden, weight, bias -> (logps, entropy); the backward recomputes the logits (4 GEMMs in all, 3 if frozen)."""
+    """hidden, weight, bias -> (logps, entropy); the gradient arrives in the backward.
+
+    With weight and bias frozen, dlogp/dhidden is kept and the backward scales its rows: 2 GEMMs in all. Otherwise the
+    logits are computed again, 4 GEMMs, unless dlogp/dlogits may be kept (`save_unit_grads`), 3. Neither helps an
+    entropy that is differentiated too (`entropy_grad`): one kept gradient is not enough for two upstream ones.
+    """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, rows, ids, valid, transform, want_entropy, tail):
-        logps, entropy, row_max, row_sum = linear_library.linear_row_stats(
-            hidden, weight, bias, rows, ids, valid, *transform, want_entropy, *tail
+    def forward(
+        ctx, hidden, weight, bias, rows, ids, valid, transform, want_entropy, entropy_grad, save_unit_grads, how
+    ):  # fmt: skip
+        need = ctx.needs_input_grad[:3]
+        unit = ""
+        if not entropy_grad and any(need):
+            if not any(need[1:]):
+                unit = "hidden"
+            elif save_unit_grads:
+                unit = "logits"
+        logps, entropy, row_max, row_sum, units = linear_library.linear_row_stats(
+            hidden, weight, bias, rows, ids, valid, *transform, want_entropy, unit, *how
         )
-        ctx.save_for_backward(hidden, weight, bias, rows, ids, valid, row_max, row_sum, logps, entropy)
-        ctx.args = (transform, want_entropy, tail)
+        ctx.save_for_backward(hidden, weight, bias, rows, ids, valid, row_max, row_sum, logps, entropy, units)
+        ctx.args = (transform, want_entropy, unit, how)
         ctx.set_materialize_grads(False)
         return logps, entropy
 
     @staticmethod
     @differentiable_once
     def backward(ctx, g_logps, g_entropy):
-        transform, want_entropy, tail = ctx.args
-        hidden, weight, bias, rows, ids, valid, row_max, row_sum, logps, entropy = ctx.saved_tensors
+        transform, want_entropy, unit, how = ctx.args
+        hidden, weight, bias, rows, ids, valid, row_max, row_sum, logps, entropy, units = ctx.saved_tensors
+        need = ctx.needs_input_grad[:3]
         g = torch.zeros_like(logps) if g_logps is None else g_logps.contiguous()
         if not want_entropy or g_entropy is None:
             entropy = g_entropy = None
+        if g_entropy is None and unit == "hidden":
+            grads = ((units * g[:, None]).to(hidden.dtype), None, None)
+        elif g_entropy is None and unit == "logits":
+            grads = linear_library.linear_unit_grad(hidden, weight, bias, rows, valid, units, g, *need, *how)
         else:
-            g_entropy = g_entropy.contiguous()
-        need = ctx.needs_input_grad[:3]
-        grads = linear_library.linear_row_grad(
-            hidden, weight, bias, rows, ids, valid, row_max, row_sum, logps, entropy, g, g_entropy, *need, *transform,
-            *tail,
-        )  # fmt: skip
-        return *(grad if needed else None for grad, needed in zip(grads, need, strict=True)), *[None] * 6
+            grads = linear_library.linear_row_grad(
+                hidden, weight, bias, rows, ids, valid, row_max, row_sum, logps, entropy, g, g_entropy, *need,
+                *transform, *how,
+            )  # fmt: skip
+        return *_in_dtypes(grads, (hidden, weight, bias), need), *[None] * 8
 
 
 class FusedLinearLoss(torch.autograd.Function):
-    """hidden, weight, bias -> (loss, logps, entropy) with their gradients formed in the forward."""
+    """hidden, weight, bias -> (loss, logps, entropy) with their gradients formed in the forward by `walk`.
+
+    walk(hidden, weight, bias, *args, need_hidden, need_weight, need_bias, *more) is linear_library's op or its walk.
+    """
 
     @staticmethod
-    def forward(
-        ctx, hidden, weight, bias, rows, ids, valid, advantages, weights, old_logps, ref_logps, coef, entropy_scale,
-        want_entropy, numbers, tail,
-    ):  # fmt: skip
+    def forward(ctx, hidden, weight, bias, walk, backend, num_args, *args):
         need = ctx.needs_input_grad[:3]
-        losses, logps, entropy, *grads = linear_library.linear_grpo_loss(
-            hidden, weight, bias, rows, ids, valid, advantages, weights, old_logps, ref_logps, coef, entropy_scale,
-            want_entropy, *need, *numbers, *tail,
-        )  # fmt: skip
-        loss = (losses * coef).sum()
-        if entropy_scale is not None:
-            loss = loss - entropy_scale * entropy.sum()
+        loss, logps, entropy, *grads = walk(hidden, weight, bias, *args[:num_args], *need, *args[num_args:])
         ctx.save_for_backward(*grads)
         dtypes = [t.dtype if n else None for t, n in zip((hidden, weight, bias), need, strict=True)]
-        ctx.args = (need, tail[-1], dtypes)
+        ctx.args = (need, backend, dtypes, len(args))
         ctx.mark_non_differentiable(logps, entropy)
         return loss, logps, entropy
 
     @staticmethod
     @differentiable_once
     def backward(ctx, g_loss, *_):
-        need, backend, dtypes = ctx.args
+        need, backend, dtypes, num_args = ctx.args
         grads = [
             scale_grad(grad, g_loss, False, backend).to(dtype) if needed else None
             for grad, needed, dtype in zip(ctx.saved_tensors, need, dtypes, strict=True)
         ]
-        return *grads, *[None] * 12
+        return *grads, *[None] * (3 + num_args)
+
+
+def _in_dtypes(grads, tensors, need):
+    """float16 gradients arrive in float32."""
+    return [grad.to(t.dtype) if n else None for grad, t, n in zip(grads, tensors, need, strict=True)]

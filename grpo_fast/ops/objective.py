@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grpo_fast.ops.inputs import Tokens, check_constant
+from grpo_fast.ops.inputs import Sequences, Tokens, check_constant
 from grpo_fast.ops.options import PolicyOptions
 from grpo_fast.types import LossMetrics
 
@@ -26,6 +26,26 @@ class PolicyInputs:
     weights: Tensor | None
     old_logps: Tensor | None
     ref_logps: Tensor | None
+
+    @classmethod
+    def of(cls, ids, valid, cu_seqlens, advantages, weights, old_logps, ref_logps) -> PolicyInputs:
+        """From (B, T) vectors, or (1, N) and cu_seqlens; `valid` are the scored tokens."""
+        if cu_seqlens is None:
+            sequences = Sequences(ids.shape[0], tuple(ids.shape))
+        else:
+            sequences = Sequences.packed(cu_seqlens, ids.shape[1])
+        tokens = Tokens(ids, valid, sequences, tuple(ids.shape))
+        return cls(tokens, valid, advantages, weights, old_logps, ref_logps)
+
+    def map(self, function, sequences: Sequences) -> PolicyInputs:
+        """The same of other tokens: `function` takes a vector (B, T) to what belongs to `sequences`."""
+        ids, valid, *vectors = (
+            None if v is None else function(v)
+            for v in (
+                self.tokens.ids, self.scored, self.advantages, self.weights, self.old_logps, self.ref_logps
+            )
+        )  # fmt: skip
+        return PolicyInputs(Tokens(ids, valid, sequences, tuple(ids.shape)), valid, *vectors)
 
     @property
     def weighted_advantages(self) -> Tensor:
@@ -76,11 +96,22 @@ def token_losses(logps: Tensor, inputs: PolicyInputs, options: PolicyOptions) ->
         losses = _clip(log_ratio, inputs.advantages, weighted, options)
     if options.beta > 0:
         d = torch.where(inputs.scored, inputs.ref_logps, 0.0) - torch.where(inputs.scored, logps, 0.0)
-        kl = k3(d)
-        if options.use_bias_correction_kl:  # where d is 0, an overflowing ratio must not make it NaN
-            kl = kl * torch.exp(torch.where(d == 0, 0.0, log_ratio))
-        losses = losses + options.beta * kl
+        losses = losses + options.beta * (
+            _corrected(d, log_ratio, options) if options.use_bias_correction_kl else k3(d)
+        )
     return torch.where(inputs.scored, losses, 0.0)
+
+
+def _corrected(d: Tensor, log_ratio: Tensor, options: PolicyOptions) -> Tensor:
+    """r k3(d), the bias-corrected KL (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, section 3.1)."""
+    product = k3(d) * torch.exp(torch.where(d == 0, 0.0, log_ratio))  # d = 0: an overflowing ratio times 0 is no NaN
+    if options.is_sequence_level:
+        return product
+    # r e^d = pi_ref / pi_old is a constant; leaving it in would make the derivative, -r d, a difference of large terms.
+    far = (d > 1.0) & (log_ratio < 80.0)
+    far_d, far_log = torch.where(far, d, 0.0), torch.where(far, log_ratio, 0.0)
+    difference = torch.exp((far_log + far_d).detach()) - torch.exp(far_log) * (1.0 + far_d)
+    return torch.where(far, difference, torch.where(far, 0.0, product))
 
 
 def _clip(log_ratio: Tensor, advantages: Tensor, weighted: Tensor, options: PolicyOptions) -> Tensor:
@@ -102,6 +133,23 @@ def _cispo(logps: Tensor, log_ratio: Tensor, weighted: Tensor, options: PolicyOp
     """-stopgrad(min(r, cap)) A logp (MiniMax-M1, https://arxiv.org/abs/2506.13585, equation 4)."""
     capped = torch.exp(log_ratio.detach().clamp(max=options.log_bounds[1]))
     return -torch.where(weighted != 0, capped * weighted * torch.where(weighted != 0, logps, 0.0), 0.0)
+
+
+def policy_objective(
+    logps: Tensor,
+    entropy: Tensor | None,
+    chunk,
+    *,
+    inputs: PolicyInputs,
+    options: PolicyOptions,
+    coef: Tensor,
+    entropy_scale: Tensor | None,
+) -> Tensor:
+    """A head chunk's share of the loss, 0-d, from its rows' log-probs and entropies, (R,)."""
+    sequences, take, place = chunk.of(inputs.tokens.sequences)
+    losses = token_losses(place(logps), inputs.map(take, sequences), options)
+    loss = (losses * take(coef)).sum()
+    return loss if entropy_scale is None else loss - entropy_scale * entropy.sum()
 
 
 def token_coefficients(inputs: PolicyInputs, options: PolicyOptions, denominator, dtype: torch.dtype) -> Tensor:
@@ -157,28 +205,23 @@ def make_metrics(logps: Tensor, entropy: Tensor | None, inputs: PolicyInputs, op
     else:
         clip_count, counted, ratio = valid.sum(), scored, torch.exp(log_ratio)
     ratio = torch.where(counted, ratio, 0.0)
-    zero = torch.zeros((), device=logps.device)
-    kl = zero
+    counts = {
+        "tokens": valid.sum(),
+        "scored_tokens": scored.sum(),
+        "ratio_sum": ratio.sum(),
+        "ratio_count": counted.sum(),
+        "clip_count": clip_count,
+    }
     if inputs.ref_logps is not None:
-        kl = torch.where(scored, k3(torch.where(scored, inputs.ref_logps - logps, 0.0)), 0.0).sum()
-    low, high = low.sum(), high.sum()
-    sums = [
-        valid.sum(),
-        scored.sum(),
-        kl,
-        zero if inputs.ref_logps is None else scored.sum(),
-        zero if entropy is None else entropy.sum(),
-        zero if entropy is None else scored.sum(),
-        ratio.sum(),
-        counted.sum(),
-        zero if options.is_cispo else low,
-        zero if options.is_cispo else high,
-        high if options.is_cispo else zero,
-        clip_count,
-    ]
-    if counted.numel() == 0:
-        ratio_min, ratio_max = zero + torch.inf, zero - torch.inf
+        kl = torch.where(scored, k3(torch.where(scored, inputs.ref_logps - logps, 0.0)), 0.0)
+        counts |= {"kl_sum": kl.sum(), "kl_count": scored.sum()}
+    if entropy is not None:
+        counts |= {"entropy_sum": entropy.sum(), "entropy_count": scored.sum()}
+    if options.is_cispo:
+        counts["cispo_clipped"] = high.sum()
     else:
-        ratio_min = torch.where(counted, ratio, torch.inf).amin()
-        ratio_max = torch.where(counted, ratio, -torch.inf).amax()
-    return LossMetrics(torch.stack([s.to(torch.float64) for s in sums]), ratio_min, ratio_max)
+        counts |= {"low_clipped": low.sum(), "high_clipped": high.sum()}
+    if counted.numel() > 0:
+        counts["ratio_min"] = torch.where(counted, ratio, torch.inf).amin()
+        counts["ratio_max"] = torch.where(counted, ratio, -torch.inf).amax()
+    return LossMetrics.of(logps.device, **counts)

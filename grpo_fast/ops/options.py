@@ -120,6 +120,13 @@ class PolicyOptions:
         high = math.log(self.clip_high)
         return low, high, math.inf if self.delta is None else math.log(self.delta)
 
+    def as_fields(self) -> tuple:
+        """Every field in order, as the head's op takes them."""
+        return (
+            self.loss_type, self.epsilon, self.epsilon_high, self.delta, self.beta, self.importance_sampling_level,
+            self.use_bias_correction_kl, self.entropy_coef, self.max_completion_length,
+        )  # fmt: skip
+
     def as_floats(self) -> tuple[float, float, float, float, bool]:
         """(clip_low, clip_high, delta, beta, bias_correction), as the backends take them."""
         return (

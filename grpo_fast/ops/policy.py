@@ -1,6 +1,6 @@
 """What grpo_loss and linear_grpo_loss share: preparing the constants, and turning log-probs into a LossOutput.
 
-A head supplies two things: `fused` (loss and gradient in the forward, token level) and `logprobs` (differentiable
+A path supplies two things: `fused` (loss and gradient in the forward, where it can) and `logprobs` (differentiable
 log-probs and entropy); everything else about the objective is here, once.
 """
 
@@ -41,7 +41,7 @@ class Problem:
 
     @property
     def is_token_level(self) -> bool:
-        """Whether a token's coefficient depends on nothing but the token, so that one launch can form the gradient."""
+        """Whether one launch over the logits can form the gradient: no token's coefficient depends on other tokens."""
         return not self.options.is_sequence_level and not self.options.is_cispo and self.reduction == "sum"
 
 

@@ -46,39 +46,32 @@ def test_opcheck_of_the_logits_ops(backend, want_entropy):
 @pytest.mark.parametrize("backend", NATIVE)
 def test_opcheck_of_the_head_ops(backend, dtype, rows):
     _, ids, valid, floats = vectors()
-    ids, valid, *floats = (t.reshape(1, -1) for t in (ids, valid, *floats))
+    ids, valid, *floats = (t.reshape(-1) for t in (ids, valid, *floats))
     hidden, weight, bias = (torch.randn(*s).to(dtype) for s in ((6, 5), (11, 5), (11,)))
     first = (hidden, weight, bias, rows, ids, valid)
-    stats = linear_library.linear_row_stats(*first, 0.9, 0.0, 1.0, True, dtype, 4, backend)
-    coef = torch.rand(1, 6)
+    how = (dtype, torch.float32 if dtype == torch.float16 else dtype, 4, backend)
+    transform, need = (0.9, 0.0, 1.0), (True, False, True)
+    stats = linear_library.linear_row_stats(*first, *transform, True, "", *how)
+    logps, entropy, row_max, row_sum, _ = stats
+    units = linear_library.linear_row_stats(*first, *transform, False, "logits", *how)[4]
+    coef, policy = torch.rand(1, 6), ("grpo", 0.2, None, None, 0.1, "sequence", False, 0.0, None)
     for op, args in (
-        (linear_library.linear_row_stats, (*first, 0.9, 0.0, 1.0, True, dtype, 4, backend)),
+        (linear_library.linear_row_stats, (*first, *transform, True, "", *how)),
+        (linear_library.linear_row_stats, (*first, *transform, False, "hidden", *how)),
+        (linear_library.linear_row_stats, (*first, *transform, False, "logits", *how)),
         (
             linear_library.linear_row_grad,
-            (
-                *first,
-                stats[2],
-                stats[3],
-                stats[0],
-                stats[1],
-                coef,
-                coef,
-                True,
-                True,
-                True,
-                0.9,
-                0.0,
-                1.0,
-                dtype,
-                4,
-                backend,
-            ),
+            (*first, row_max, row_sum, logps, entropy, coef[0], coef[0], *need, *transform, *how),
         ),
+        (linear_library.linear_unit_grad, (hidden, weight, bias, rows, valid, units, coef[0], *need, *how)),
         (
             linear_library.linear_grpo_loss,
-            (*first, *floats, coef, torch.tensor(0.1), True, True, False, True, *NUMBERS, dtype, 4, backend),
+            (
+                *first[:4], ids[None], valid[None], *(v[None] for v in floats), coef, torch.tensor(0.1), None, True,
+                *need, *transform, *policy, *how,
+            ),
         ),
-    ):
+    ):  # fmt: skip
         torch.library.opcheck(op, args)
 
 

@@ -1,0 +1,206 @@
+"""The lm_head's matrix products, chunk by chunk, so that [N, V] never exists.
+
+Letters: N tokens, R rows of a chunk, V vocabulary, D hidden, B sequences. Rows are named by their int64 places among
+the N tokens, in ascending order. Weight and bias gradients are accumulated in fp32 over the chunks and rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_fast.ops.inputs import Sequences
+
+
+class HeadOptions(NamedTuple):
+    """The last arguments of every head op. `dtype` is the matrix products', decided outside of the op (autocast)."""
+
+    dtype: torch.dtype
+    logits_dtype: torch.dtype
+    rows_per_chunk: int
+    backend: str
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows that are scored together: any, or those of whole sequences."""
+
+    rows: Tensor  # (R,) their places among the flat tokens
+    sequences: tuple[int, int] | None = None  # first, last + 1
+    span: tuple[int, int] | None = None  # the flat places of all tokens of these sequences, scored or not
+    longest: int | None = None  # of these sequences, in tokens
+
+    def parts(self, size: int) -> list[slice]:
+        """In parts of at most `size` rows: one, but for an overlong sequence."""
+        total = self.rows.shape[0]
+        return [slice(start, min(start + size, total)) for start in range(0, total, size)]
+
+    def of(self, sequences: Sequences) -> tuple[Sequences, Callable, Callable]:
+        """What the chunk is of the whole: its sequences, `take` and `place`.
+
+        take: a vector of all tokens -> of the chunk's, in the layout of its sequences; place: (R,) values of its rows
+        into that layout, 0 elsewhere. Without whole sequences the layout is one row, (1, R).
+        """
+        if self.sequences is None:
+            one = Sequences(1, (1, self.rows.shape[0]))
+            return one, lambda vector: vector.reshape(-1)[self.rows][None], lambda values: values[None]
+        start, stop = self.span
+        part = sequences.narrow(*self.sequences, start, stop)
+
+        def place(values: Tensor) -> Tensor:
+            return values.new_zeros(stop - start).index_put((self.rows - start,), values).view(part.shape)
+
+        return part, lambda vector: vector.reshape(-1)[start:stop].view(part.shape), place
+
+
+def plan(rows: Tensor, rows_per_chunk: int, sequences: Sequences | None = None) -> list[Chunk]:
+    """Chunks of at most `rows_per_chunk` rows; with `sequences`, of whole ones, a longer one being a chunk by itself.
+
+    On a GPU, `sequences` costs one host synchronisation: how many of each one's tokens are among the rows.
+    """
+    if sequences is None:
+        count = -(-rows.shape[0] // rows_per_chunk)
+        return [Chunk(part) for part in rows.tensor_split(count)] if count else []
+    if sequences.cu_seqlens is None:
+        bounds = torch.arange(sequences.num + 1, device=rows.device) * sequences.shape[1]
+    else:
+        bounds = sequences.cu_seqlens.long()
+    bounds, starts = torch.stack([bounds, torch.searchsorted(rows, bounds)]).tolist()
+    chunks, first = [], 0
+    while first < sequences.num:
+        last = first + 1
+        while last < sequences.num and starts[last + 1] - starts[first] <= rows_per_chunk:
+            last += 1
+        if starts[last] > starts[first]:
+            longest = max(bounds[i + 1] - bounds[i] for i in range(first, last))
+            of_whole = ((first, last), (bounds[first], bounds[last]), longest)
+            chunks.append(Chunk(rows[starts[first] : starts[last]], *of_whole))
+        first = last
+    return chunks
+
+
+class Head:
+    """hidden @ weight.T + bias for some rows, in one workspace of at most rows_per_chunk x V."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, valid: Tensor, how: HeadOptions):
+        self.hidden, self.weight, self.bias, self.how = hidden, weight, bias, how
+        self.valid = valid[:, None]
+        self.operand = weight.to(how.dtype)
+        self._wide_operand: Tensor | None = None
+        self._workspace: Tensor | None = None
+
+    def rows(self, rows: Tensor) -> Tensor:
+        """(R, D) of hidden. A masked row may hold NaN, which its zero coefficient would not keep out of dweight."""
+        return torch.where(self.valid[rows], self.hidden[rows], 0.0).to(self.how.dtype)
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """(R, V) in the workspace: the next call overwrites them."""
+        logits_RV = self.workspace(hidden_RD.shape[0])
+        if self.how.logits_dtype == self.how.dtype:
+            torch.mm(hidden_RD, self.operand.t(), out=logits_RV)
+        elif hidden_RD.device.type == "cuda":
+            logits_RV.copy_(torch.mm(hidden_RD, self.operand.t(), out_dtype=self.how.logits_dtype))
+        else:  # the CPU has no product of half-precision operands with a float32 result
+            if self._wide_operand is None:
+                self._wide_operand = self.operand.to(self.how.logits_dtype)
+            torch.mm(hidden_RD.to(self.how.logits_dtype), self._wide_operand.t(), out=logits_RV)
+        if self.bias is not None:
+            logits_RV += self.bias.to(self.how.logits_dtype)
+        return logits_RV
+
+    def workspace(self, num_rows: int) -> Tensor:
+        """(num_rows, V), of any content."""
+        if self._workspace is None or self._workspace.shape[0] < num_rows:
+            self._workspace = self.operand.new_empty(num_rows, self.weight.shape[0], dtype=self.how.logits_dtype)
+        return self._workspace[:num_rows]
+
+
+class HeadGrads:
+    """Gradients of hidden, weight and bias from those of logits chunks, each only where needed (None otherwise).
+
+    float16 products would overflow or flush to zero, so a float32 gradient is brought near 1 for them, exactly, and
+    the results stay float32 (`keeps_fp32`) until the backward has scaled them.
+    """
+
+    def __init__(self, head: Head, need: tuple[bool, bool, bool]):
+        self.head, self.need = head, need
+        self.keeps_fp32 = head.how.dtype == torch.float16
+        dtype = torch.float32 if self.keeps_fp32 else head.hidden.dtype
+        self.hidden = torch.zeros_like(head.hidden, dtype=dtype) if need[0] else None
+        self.weight: Tensor | None = None  # by the first chunk, so that nothing is zeroed and read for it
+        self.bias: Tensor | None = None
+
+    def add(self, rows: Tensor, hidden_RD: Tensor, dlogits_RV: Tensor) -> None:
+        """Add a chunk's share."""
+        need_hidden, need_weight, need_bias = self.need
+        size = None
+        if dlogits_RV.dtype != self.head.how.dtype:
+            if self.head.how.dtype == torch.float16:
+                size = _power_of_two_below(dlogits_RV)
+                dlogits_RV = dlogits_RV.div_(size)
+            dlogits_RV = dlogits_RV.to(self.head.how.dtype)
+        if need_hidden:
+            if size is None:
+                dhidden_RD = dlogits_RV @ self.head.operand
+            else:
+                dhidden_RD = _mm_fp32(dlogits_RV, self.head.operand) * size
+            self.hidden[rows] = dhidden_RD.to(self.hidden.dtype)
+        if need_weight:
+            self.weight = _accumulate(self.weight, dlogits_RV.t(), hidden_RD, size)
+        if need_bias:
+            dbias_V = dlogits_RV.sum(0, dtype=torch.float32) * (1.0 if size is None else size)
+            self.bias = dbias_V if self.bias is None else self.bias + dbias_V
+
+    def finish(self) -> list[Tensor]:
+        """In the parameters' dtypes, or all in float32 (`keeps_fp32`); empty where not needed."""
+        head, results = self.head, []
+        for grad, parameter, needed in zip(
+            (self.hidden, self.weight, self.bias), (head.hidden, head.weight, head.bias), self.need, strict=True
+        ):
+            if not needed:
+                results.append(head.hidden.new_empty(0))
+                continue
+            dtype = torch.float32 if self.keeps_fp32 else parameter.dtype
+            results.append(torch.zeros_like(parameter, dtype=dtype) if grad is None else grad.to(dtype))
+        return results
+
+
+def _mm_fp32(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b of half-precision operands with fp32 accumulation and an fp32 result."""
+    if a.device.type == "cuda":
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
+def _accumulate(total: Tensor | None, a: Tensor, b: Tensor, scale: Tensor | None) -> Tensor:
+    """total + a @ b * scale in fp32: rounding each chunk's product would bias the sum."""
+    if a.dtype != torch.float32 and (total is None or scale is not None or a.device.type == "cuda"):
+        product = _mm_fp32(a, b)
+        if scale is not None:
+            product *= scale
+        return product if total is None else total.add_(product)
+    if total is None:
+        return a @ b
+    return total.addmm_(a.float(), b.float())
+
+
+def _power_of_two_below(values: Tensor) -> Tensor:
+    """A power of two in [max|values| / 2, max|values|], 1 where all are 0: dividing by it is exact."""
+    largest = values.abs().amax().clamp(max=torch.finfo(torch.float32).max)
+    return torch.where(largest > 0, torch.exp2(torch.floor(torch.log2(largest.clamp(min=2.0**-126)))), 1.0)
+
+
+def move_up(rows_RV: Tensor, keep: Tensor) -> Tensor:
+    """The rows `keep` (ascending), moved to the top of their own memory."""
+    for place, row in enumerate(keep.tolist()):
+        if place != row:
+            rows_RV[place].copy_(rows_RV[row])
+    return rows_RV[: keep.shape[0]]
+
+
+# (R,) log-probs, (R,) entropies or None, their chunk -> the chunk's 0-d share of the loss
+Objective = Callable[[Tensor, Tensor | None, Chunk], Tensor]

@@ -1,0 +1,66 @@
+"""Log-probs (and entropy) of given tokens straight from hidden states and the lm_head weight."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from grpo_fast.ops import backends
+from grpo_fast.ops.inputs import check_scores, make_tokens
+from grpo_fast.ops.linear_inputs import check_head, differentiable_logprobs, head_options, row_index
+from grpo_fast.ops.linear_library import gemm_dtype
+from grpo_fast.ops.options import LogitTransform
+from grpo_fast.ops.token_logprobs import dtype_name
+from grpo_fast.types import TokenLogprobs
+
+
+def linear_token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    token_ids: Tensor,
+    mask: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    workspace_bytes: int | None = None,
+    fp32_logits: bool = False,
+    save_unit_grads: bool = False,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float | None = None,
+    return_entropy: bool = False,
+    backend: str | None = None,
+) -> Tensor | TokenLogprobs:
+    """token_logprobs of hidden @ weight.T + bias without the logits, for any loss downstream (DPO, PPO, your own).
+
+    GEMMs of 2*N*V*D FLOP each, forward and backward together, over the unmasked rows: 1 without gradients; 2 with a
+    frozen weight (dlogp/dhidden is kept, the size of hidden, and the backward scales its rows); 4 with a trainable one
+    (the logits are computed again), or 3 with save_unit_grads. A loss that is known at the call is cheaper as a
+    linear_policy_loss: 3 and 2, and an entropy bonus is included.
+
+    Args:
+        hidden: [B, T, D] or [N, D], fp32, bf16 or fp16 (fp64 on the reference backend).
+        weight: [V, D], the lm_head's. Under autocast, or with unequal dtypes, the GEMMs run in autocast's dtype or the
+            promoted one; gradients have their parameter's dtype.
+        token_ids, mask, temperature, softcap, logit_scale, return_entropy, backend: see token_logprobs. The gradient
+            of the entropy, where it is used, computes the logits again.
+        bias: [V], added to the logits first.
+        workspace_bytes: size of the logits chunk; the result depends on it to rounding only. On the CPU a bf16 or fp16
+            chunk has an fp32 copy beside it for the weight's gradient. Default: 1 GiB on a GPU, 128 MiB on the CPU.
+        fp32_logits: keep the chunk in fp32 where the GEMMs are bf16: products accumulate in fp32 anyway, and are then
+            not rounded to bf16 before the softmax. Twice the workspace per row, and a bf16 copy for the gradients.
+        save_unit_grads: keep dlogp/dlogits, [rows, V] in the logits' dtype, until the backward.
+
+    Returns, Raises: see token_logprobs.
+    """
+    transform = LogitTransform(temperature, softcap, logit_scale)
+    check_scores("hidden", hidden, None)
+    check_head(hidden, weight, bias)
+    tokens = make_tokens("hidden", hidden, token_ids, mask, None)
+    name = backends.choose(backend, hidden.device.type, dtype_name(gemm_dtype(hidden, weight)))
+    rows = None if name == "reference" else row_index(tokens.valid, mask is None)
+    logps, entropy = differentiable_logprobs(
+        hidden, weight, bias, rows, tokens, tokens.valid, transform, return_entropy,
+        head_options(hidden, weight, workspace_bytes, fp32_logits, name), save_unit_grads=save_unit_grads,
+    )  # fmt: skip
+    if return_entropy:
+        return TokenLogprobs(logps.reshape(tokens.shape), entropy.reshape(tokens.shape))
+    return logps.reshape(tokens.shape)
