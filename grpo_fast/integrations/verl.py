@@ -134,8 +134,8 @@ class FusedLinearForPPO(torch.nn.Module):
     """(log-probs, entropy) of hidden_states @ vocab_weights.T / temperature, chunk by chunk.
 
     verl's "torch" backend scales the logits by the temperature in the inputs' dtype, and both of its backends round the
-    entropy to it; here all is fp32. Its chunk_size counts rows, each of which it holds several times over; here the chunk is sized in
-    bytes (`grpo_fast.linear_token_logprobs`), and neither argument changes the result.
+    entropy to it; here all is fp32. Its chunk_size counts rows, each of which it holds several times over; here the
+    chunk is sized in bytes (`grpo_fast.linear_token_logprobs`), and neither argument changes the result.
 
     Args:
         chunk_size: accepted.
