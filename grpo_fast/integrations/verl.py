@@ -24,8 +24,8 @@ are of the inputs' dtype in places, which each function names.
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup, get_world_size
 
 from grpo_fast.integrations.from_logits import IGNORED, entropy, label_logprobs
 from grpo_fast.ops import linear_token_logprobs
@@ -90,7 +90,7 @@ def linear_cross_entropy(
     labels: Tensor,
     temperature: float = 1.0,
     reduction: str = "none",
-    dist_process_group: ProcessGroup | None = None,
+    dist_process_group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(log-probs, entropy) of hidden @ weight.T / temperature, without the logits.
 
@@ -116,9 +116,10 @@ def linear_cross_entropy(
     reduction = reduction.lower()
     if reduction not in ("none", "sum", "mean"):
         raise ValueError(f"reduction: expected none, sum or mean, got {reduction!r}")
-    if dist_process_group is not None and get_world_size(dist_process_group) > 1:
+    ranks = 1 if dist_process_group is None else dist.get_world_size(dist_process_group)
+    if ranks > 1:
         raise NotImplementedError(
-            f"dist_process_group: {get_world_size(dist_process_group)} ranks share the vocabulary, and only a whole "
+            f"dist_process_group: {ranks} ranks share the vocabulary, and only a whole "
             "head is supported; keep verl's linear_cross_entropy under tensor parallelism"
         )
     labels = labels.reshape(-1).to(torch.int64)
