@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.grpo_fast_installed
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
 
-.PHONY: train smollm2 test test-real test-oldest lint bench
+.PHONY: train smollm2 test test-real test-oldest test-peers lint bench
 .DEFAULT_GOAL := train
 
 # torch comes first and alone: the extension is built against it, hence --no-build-isolation below.
@@ -49,3 +49,11 @@ test-oldest: $(INSTALLED)
 	$(OLDEST)/bin/python -m pip install --quiet 'torch==2.11.*' 'triton==3.6.*' 'transformers==5.16.*' \
 		'numpy<2.4' safetensors pyyaml tqdm typer hypothesis pytest
 	OMP_NUM_THREADS=2 $(OLDEST)/bin/python -m pytest tests/ops tests/csrc tests/kernels
+
+# What replaces functions of verl and OpenRLHF, against theirs: a folder with their files alone, since neither they nor
+# what they depend on is imported. OpenRLHF's wheel is pure Python tagged for 3.11.
+PEERS := .venv-peers
+test-peers: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(PEERS) --only-binary=:all: --python-version 3.11 \
+		verl==0.9.1 openrlhf==0.11.2
+	PYTHONPATH=$(PEERS) $(PYTEST) tests/integrations

@@ -18,7 +18,7 @@ LAYERS = (
     ("grpo_fast.rollout", "grpo_fast.model", "grpo_fast.smollm2", "grpo_fast.environment"),
     ("grpo_fast.batching", "grpo_fast.evaluate"),
     ("grpo_fast.forward", "grpo_fast.metrics"),
-    ("grpo_fast.update",),
+    ("grpo_fast.update", "grpo_fast.integrations"),
     ("grpo_fast.trainer",),
     ("grpo_fast.run", "grpo_fast.demo"),
     ("grpo_fast.cli",),
