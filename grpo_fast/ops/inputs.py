@@ -6,6 +6,7 @@ of N tokens; `Sequences` alone knows where its sequences begin.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -89,6 +90,22 @@ class Tokens:
 def check_constant(name: str, value: Tensor) -> None:
     if value.requires_grad:
         raise ValueError(f"{name}: is a constant of the loss but requires grad; pass {name}.detach()")
+
+
+def check_plain(name: str, tensor: Tensor | None) -> None:
+    """Refuses a DTensor: what its gradient means to the ranks is not known here."""
+    if type(tensor) in (Tensor, torch.nn.Parameter, type(None)):
+        return
+    distributed = sys.modules.get("torch.distributed.tensor")
+    if distributed is not None and isinstance(tensor, distributed.DTensor):
+        raise ValueError(
+            f"{name}: expected a plain tensor, got a DTensor with placements {list(tensor.placements)}. Pass\n"
+            f'    {name}.full_tensor(grad_placements=[Partial("avg")])\n'
+            "where each rank has its own data and gradients are averaged (FSDP2; Partial of torch.distributed.tensor, "
+            "once per mesh dimension), or\n"
+            f"    {name}.full_tensor()\n"
+            "where every rank of the mesh has the same data (tensor parallel)"
+        )
 
 
 def _same_device(name: str, value: Tensor, ids: Tensor) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.ops import backends
-from grpo_fast.ops.inputs import Tokens, check_scores, make_tokens
+from grpo_fast.ops.inputs import Tokens, check_plain, check_scores, make_tokens
 from grpo_fast.ops.library import check_ids
 from grpo_fast.ops.linear_autograd import FusedLinearLoss, LinearRowLogprobs
 from grpo_fast.ops.linear_library import gemm_dtype
@@ -34,6 +34,8 @@ def _tail(workspace_bytes: int | None, hidden: Tensor, weight: Tensor, backend: 
 
 
 def _check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        check_plain(name, tensor)
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(f"weight: expected [V, D={hidden.shape[-1]}] to go with hidden, got {list(weight.shape)}")
     if not weight.is_floating_point():
