@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_fast.batching import MicroBatch
-from grpo_fast.heads import head_weight
+from grpo_fast.heads import UnsupportedHead, head_weight
 from grpo_fast.modes import evaluation_mode
 from grpo_fast.ops import grpo_loss, linear_grpo_loss, linear_token_logprobs, token_logprobs
 from grpo_fast.types import LossMetrics
@@ -42,8 +42,8 @@ def find_linear_head(model: nn.Module) -> tuple[LinearHead | None, str]:
     try:
         with evaluation_mode(model), torch.no_grad():  # the mode of updates
             weight, bias = head_weight(model.get_output_embeddings())
-    except ValueError as refusal:
-        return None, f"loss from logits: {refusal}"
+    except UnsupportedHead as refusal:
+        return None, f"loss from logits: {refusal.reason}"
     if model.base_model is model:
         return None, "loss from logits: the model has no trunk of its own below the head"
     config = model.config.get_text_config()

@@ -15,14 +15,22 @@ from torch import Tensor, nn
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+class UnsupportedHead(ValueError):
+    """No weight says what a head does; `reason` says why not, without what to do."""
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        why: str,
+        remedy: str = "compute the logits with it, and the loss with grpo_loss or token_logprobs",
+    ) -> None:
+        self.reason = f"the {type(layer).__name__} {why}"
+        super().__init__(f"layer: {self.reason}; {remedy}")
+
+
 def _loaded(module: str, name: str) -> type | tuple:
     """A class for isinstance, () where its module is not loaded."""
     return getattr(sys.modules.get(module), name, ())
-
-
-def _refusal(layer: nn.Module, why: str, remedy: str | None = None) -> ValueError:
-    remedy = remedy or "compute the logits with it, and the loss with grpo_loss or token_logprobs"
-    return ValueError(f"layer: the {type(layer).__qualname__} {why}; {remedy}")
 
 
 def _is_sharded(layer: nn.Module) -> bool:
@@ -43,7 +51,7 @@ def _whole(layer: nn.Module, name: str, sharded: bool) -> Tensor | None:
     if not sharded or tensor.device_mesh.ndim != 1 or not tensor.placements[0].is_shard():
         why = f"has a DTensor for its {name}, with placements {list(tensor.placements)}"
         remedy = "call fully_shard on the head by itself (one-dimensional mesh), or gather it as the losses' error says"
-        raise _refusal(layer, why, remedy)
+        raise UnsupportedHead(layer, why, remedy)
     from torch.distributed.tensor import Partial
 
     # Each rank's gradient is of its own data, and fully_shard averages.
@@ -53,14 +61,14 @@ def _whole(layer: nn.Module, name: str, sharded: bool) -> Tensor | None:
 def _linear(layer: nn.Module, sharded: bool) -> tuple[Tensor, Tensor | None]:
     conv1d = _loaded("transformers.pytorch_utils", "Conv1D")  # a linear layer with its weight as [D, V]
     if not _runs(layer, nn.Linear) and not _runs(layer, conv1d):
-        raise _refusal(layer, "is not a plain linear layer")
+        raise UnsupportedHead(layer, "is not a plain linear layer")
     weight, bias = _whole(layer, "weight", sharded), _whole(layer, "bias", sharded)
     for name, tensor in (("weight", weight), ("bias", bias)):
         if type(tensor) not in (Tensor, nn.Parameter, type(None)):
-            raise _refusal(layer, f"has a {name} of type {type(tensor).__qualname__}, not a plain tensor")
+            raise UnsupportedHead(layer, f"has a {name} of type {type(tensor).__name__}, not a plain tensor")
     if weight.dtype not in _DTYPES or weight.dim() != 2:
         # Quantised, or sharded by something that gathers it only for the module's own forward.
-        raise _refusal(layer, f"has a weight of {weight.dtype} {list(weight.shape)}, not floating-point [V, D]")
+        raise UnsupportedHead(layer, f"has a weight of {weight.dtype} {list(weight.shape)}, not floating-point [V, D]")
     return (weight if isinstance(layer, nn.Linear) else weight.t()), bias
 
 
@@ -70,11 +78,12 @@ def _add_adapter(layer: nn.Module, name: str, weight: Tensor, bias: Tensor | Non
     A bf16 sum would lose all of an adapter that is below half a rounding step of the weight, as one in training is.
     """
     if name in layer.lora_variant:
-        raise _refusal(layer, f"has adapter {name!r} with a {type(layer.lora_variant[name]).__name__}, no plain LoRA")
+        variant = type(layer.lora_variant[name]).__name__
+        raise UnsupportedHead(layer, f"has adapter {name!r} with a {variant}, no plain LoRA")
     dropout = layer.lora_dropout[name]
     if dropout.training and not isinstance(dropout, nn.Identity):
         why = f"has adapter {name!r} with lora_dropout in training mode, which no weight can express"
-        raise _refusal(layer, why, "set lora_dropout=0 or call layer.eval()")
+        raise UnsupportedHead(layer, why, "set lora_dropout=0 or call layer.eval()")
     a, _ = _linear(layer.lora_A[name], sharded)  # [r, D]
     b, b_bias = _linear(layer.lora_B[name], sharded)  # [V, r]
     dtype = functools.reduce(torch.promote_types, (weight.dtype, a.dtype, b.dtype), torch.float32)
@@ -89,7 +98,8 @@ def _add_adapter(layer: nn.Module, name: str, weight: Tensor, bias: Tensor | Non
 
 def _with_lora(layer: nn.Module, sharded: bool) -> tuple[Tensor, Tensor | None]:
     if layer.disable_adapters and layer.merged:
-        raise _refusal(layer, "has adapters that are disabled but merged into its weight", "call layer.unmerge()")
+        why = "has adapters that are disabled but merged into its weight"
+        raise UnsupportedHead(layer, why, "call layer.unmerge()")
     weight, bias = _resolve(layer.base_layer, sharded)
     if layer.disable_adapters or layer.merged:  # merged: peft leaves out active adapters that are not
         return weight, bias
@@ -135,8 +145,8 @@ def head_weight(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
         weight [V, D] and bias [V], or None.
 
     Raises:
-        ValueError: no weight says what `layer` does, or its gradient's layout is not known: a quantised weight, DoRA
-            and other variants of LoRA, lora_dropout in training mode, trainable tokens, another kind of module,
-            DTensors of a module that fully_shard was not called on.
+        UnsupportedHead, a ValueError: no weight says what `layer` does, or what its gradient means to the ranks: a
+            quantised weight, DoRA and other variants of LoRA, lora_dropout in training mode, trainable tokens, another
+            kind of module, DTensors of a module that fully_shard was not called on.
     """
     return _resolve(layer, False)

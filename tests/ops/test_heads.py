@@ -201,7 +201,7 @@ def test_trainable_tokens_are_refused_by_name():
     from peft.tuners.trainable_tokens import TrainableTokensLayer
 
     layer = TrainableTokensLayer(linear(), "default", TrainableTokensConfig(token_indices=[1]))
-    with pytest.raises(ValueError, match="TrainableTokensLayer is not a plain linear layer.*grpo_loss"):
+    with pytest.raises(ValueError, match=r"TrainableTokensLayer is not a plain linear layer.*grpo_loss"):
         gf.head_weight(layer)
 
 
