@@ -6,6 +6,7 @@ weight, and no logits exist; otherwise from the logits, in place.
 
 import contextlib
 import inspect
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -102,6 +103,19 @@ def _logits_from(hidden: Tensor, model: nn.Module, vocab: int) -> Tensor | None:
     return out.logits if replaced else None
 
 
+def _inside_lora_wrapper(model: nn.Module) -> nn.Module:
+    """The model within peft's wrapper for LoRA, which only passes calls on: the adapters are in the layers.
+
+    aLoRA's wrapper does more, it looks for where an adapter begins, and so do those of other methods.
+    """
+    peft = sys.modules.get("peft")
+    if peft is None or not isinstance(model, peft.PeftModel) or type(model.base_model) is not peft.LoraModel:
+        return model
+    if any(getattr(config, "alora_invocation_tokens", None) for config in model.peft_config.values()):
+        return model
+    return model.base_model.model
+
+
 @dataclass(frozen=True, slots=True)
 class UpdateOutput:
     """Loss of a micro-batch (0-d, with a graph), log-probs float [N] of its tokens, and metrics."""
@@ -117,7 +131,7 @@ class PaddedForward:
     This is a replaceable part: whatever has these two methods can take its place in the trainer.
 
     Args:
-        model: a causal language model of transformers.
+        model: a causal language model of transformers, with or without peft's adapters.
         temperature: of the distribution that was sampled from; every log-prob is taken under it.
         backend: as in `grpo_fast.grpo_loss`.
         autocast: dtype of the matrix products; None: bfloat16 for float32 weights on a GPU, else the weights' own.
@@ -136,7 +150,7 @@ class PaddedForward:
         autocast: torch.dtype | None = None,
         head: tuple[LinearHead | None, str] | None = None,
     ) -> None:
-        self.model = model
+        self.model = model = _inside_lora_wrapper(model)
         if autocast is None and model.device.type == "cuda" and model.dtype == torch.float32:
             autocast = torch.bfloat16
         self.autocast = autocast
