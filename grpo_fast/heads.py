@@ -50,7 +50,10 @@ def _whole(layer: nn.Module, name: str, sharded: bool) -> Tensor | None:
         return tensor
     if not sharded or tensor.device_mesh.ndim != 1 or not tensor.placements[0].is_shard():
         why = f"has a DTensor for its {name}, with placements {list(tensor.placements)}"
-        remedy = "call fully_shard on the head by itself (one-dimensional mesh), or gather it as the losses' error says"
+        remedy = (
+            "compute the loss inside the forward of the module that fully_shard was called on, or call fully_shard on "
+            "the head by itself (one-dimensional mesh), or gather it as the losses' error for a DTensor says"
+        )
         raise UnsupportedHead(layer, why, remedy)
     from torch.distributed.tensor import Partial
 

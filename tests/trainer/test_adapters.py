@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from tiny_models import make_model
+from tiny_models import make_model, make_tokenizer
 
 import grpo_fast as gf
 from grpo_fast.batching import make_micro_batches
@@ -83,8 +83,8 @@ def test_what_the_head_cannot_express_is_trained_from_logits(peft):
 
 
 def test_a_wrapper_that_does_more_than_pass_on_stays(peft):
-    config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", alora_invocation_tokens=[5])
-    for config in (config, peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")):
+    alora = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", alora_invocation_tokens=[5])
+    for config in (alora, peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")):
         model = peft.get_peft_model(make_model("llama"), config)
         forward = PaddedForward(model)
         assert forward.model is model
@@ -119,3 +119,20 @@ def test_adapters_on_a_tied_head_leave_the_embedding_alone(peft):
     assert torch.equal(model.transformer.wte.weight, before)
     assert model.transformer.wte.weight.grad is None
     assert forward.head is not None
+
+
+def test_the_trainer_trains_the_adapters_and_nothing_else(peft, make_args):
+    model = with_lora(peft, wrapped=True, dtype=torch.float32)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    trainer = gf.GRPOTrainer(
+        model,
+        lambda completion_ids, **_: [float(sum(ids) % 7) for ids in completion_ids],
+        make_args(loss={"beta": 0.04}),
+        [{"prompt": "1+1="}, {"prompt": "1+2="}],
+        processing_class=make_tokenizer(),
+    )
+    metrics = trainer.train()
+    assert trainer.update.forward.head is not None
+    assert metrics["kl"] > 0
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == {name for name in before if "lora" in name}
