@@ -43,12 +43,14 @@ def test_the_loss_inside_the_sharded_modules_forward(ranks, lora):
 
 def test_what_the_error_says_about_fsdp_is_right(ranks):
     for results in ranks:
-        of_the_loss, of_head_weight = results["recipe"]["messages"]
-        assert of_the_loss.startswith("weight: expected a plain tensor, got a DTensor")
-        assert 'weight.full_tensor(grad_placements=[Partial("avg")])' in of_the_loss
-        assert "    weight.full_tensor()\n" in of_the_loss
-        assert "the Linear has a DTensor for its weight" in of_head_weight
-        assert "fully_shard on the head by itself" in of_head_weight
+        messages = results["recipe"]["messages"]
+        for name in ("weight", "bias", "hidden"):
+            assert messages[name].startswith(f"{name}: expected a plain tensor, got a DTensor")
+            assert f'    {name}.full_tensor(grad_placements=[Partial("avg")])\n' in messages[name]
+            assert f"    {name}.full_tensor()\n" in messages[name]
+        assert messages["logprobs"] == messages["weight"]
+        assert "the Linear has a DTensor for its weight" in messages["head_weight"]
+        assert "fully_shard on the head by itself" in messages["head_weight"]
         assert_equal_to_one_process(results["recipe"]["gradients"])
 
 

@@ -90,12 +90,19 @@ def _recipe(rank: int) -> dict:
     fully_shard(nn.Sequential(model.lm_head))
     hidden = model.model(batch["token_ids"]).last_hidden_state
     weight = model.lm_head.weight
-    messages = []
-    for function in (lambda: _loss(hidden, weight, None, batch), lambda: gf.head_weight(model.lm_head)):
+    calls = {
+        "weight": lambda: _loss(hidden, weight, None, batch),
+        "bias": lambda: _loss(hidden, torch.zeros(47, 32), weight[:, 0], batch),
+        "hidden": lambda: _loss(weight[None], torch.zeros(47, 32), None, batch),
+        "logprobs": lambda: gf.linear_token_logprobs(hidden, weight, batch["token_ids"]),
+        "head_weight": lambda: gf.head_weight(model.lm_head),
+    }
+    messages = {}
+    for name, call in calls.items():
         try:
-            function()
+            call()
         except ValueError as error:
-            messages.append(str(error))
+            messages[name] = str(error)
     weight = weight.full_tensor(grad_placements=[Partial("avg")])
     _loss(hidden, weight, None, batch, scale=dist.get_world_size()).backward()
     return {"messages": messages, "gradients": _gradients(model)}
