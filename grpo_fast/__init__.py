@@ -1,9 +1,10 @@
 """grpo_fast: reinforcement-learning losses for large vocabularies, and a lean trainer on top of them.
 
-Importing this package loads neither transformers nor triton; the trainer is imported on first use.
+Importing this package loads neither transformers nor triton nor peft; the trainer is imported on first use.
 """
 
 from grpo_fast.advantages import group_advantages
+from grpo_fast.heads import head_weight
 from grpo_fast.ops import (
     GRPOLoss,
     LinearGRPOLoss,
@@ -28,6 +29,7 @@ __all__ = [
     "TokenLogprobs",
     "group_advantages",
     "grpo_loss",
+    "head_weight",
     "linear_grpo_loss",
     "linear_policy_loss",
     "linear_token_logprobs",

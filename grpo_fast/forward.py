@@ -1,17 +1,19 @@
 """The model's side of an update: from a micro-batch to its loss or its log-probs.
 
-Where the model's head is a plain linear layer the loss is computed from hidden states and the head's weight,
-and no logits exist; otherwise from the logits, in place.
+Where the model's head is a linear layer, LoRA on it included, the loss is computed from hidden states and the head's
+weight, and no logits exist; otherwise from the logits, in place.
 """
 
 import contextlib
 import inspect
+import sys
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from grpo_fast.batching import MicroBatch
+from grpo_fast.heads import UnsupportedHead, head_weight
 from grpo_fast.modes import evaluation_mode
 from grpo_fast.ops import grpo_loss, linear_grpo_loss, linear_token_logprobs, token_logprobs
 from grpo_fast.types import LossMetrics
@@ -38,9 +40,11 @@ def find_linear_head(model: nn.Module) -> tuple[LinearHead | None, str]:
     What the model makes of four hidden states of different sizes is compared with what the head would: a scale, a cap
     or a term that the configuration does not name shows. What depends on other inputs, or on training mode, does not.
     """
-    layer = model.get_output_embeddings()
-    if type(layer) is not nn.Linear:
-        return None, f"loss from logits: the head is a {type(layer).__name__}, not a plain linear layer"
+    try:
+        with evaluation_mode(model), torch.no_grad():  # the mode of updates
+            weight, bias = head_weight(model.get_output_embeddings())
+    except UnsupportedHead as refusal:
+        return None, f"loss from logits: {refusal.reason}"
     if model.base_model is model:
         return None, "loss from logits: the model has no trunk of its own below the head"
     config = model.config.get_text_config()
@@ -48,28 +52,28 @@ def find_linear_head(model: nn.Module) -> tuple[LinearHead | None, str]:
     if scale is None and getattr(config, "logits_scaling", None) is not None:
         scale = 1.0 / config.logits_scaling
     head = LinearHead(softcap, scale)
-    if not _describes(head, layer, model):
+    if not _describes(head, weight, bias, model):
         return None, "loss from logits: what the model does around its head is not named in its configuration"
-    return head, "loss from hidden states: the head is a plain linear layer, logits are never materialised"
+    return head, "loss from hidden states: the head is a linear layer, logits are never materialised"
 
 
 @torch.no_grad()
-def _describes(head: LinearHead, layer: nn.Linear, model: nn.Module) -> bool:
+def _describes(head: LinearHead, weight: Tensor, bias: Tensor | None, model: nn.Module) -> bool:
     """Whether `head` makes of hidden states what the model does, both in float32 at least."""
-    dtype = torch.promote_types(layer.weight.dtype, torch.float32)
-    weight, bias = layer.weight.to(dtype), None if layer.bias is None else layer.bias.to(dtype)
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
     rng = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, len(_PROBED_LOGITS), layer.in_features, generator=rng).to(weight)
+    hidden = torch.randn(1, len(_PROBED_LOGITS), weight.shape[1], generator=rng).to(weight)
     largest = nn.functional.linear(hidden, weight).abs().amax(-1, keepdim=True).clamp(min=1e-6)
     hidden *= torch.tensor(_PROBED_LOGITS).to(weight)[:, None] / largest
     expected = head.logits(nn.functional.linear(hidden, weight, bias))
-    got = _logits_from(hidden, model)
+    got = _logits_from(hidden, model, len(weight))
     if got is None or got.shape != expected.shape:
         return False
     return bool(((got - expected).abs().amax(-1) <= 1e-4 * expected.abs().amax(-1)).all())
 
 
-def _logits_from(hidden: Tensor, model: nn.Module) -> Tensor | None:
+def _logits_from(hidden: Tensor, model: nn.Module, vocab: int) -> Tensor | None:
     """The model's logits if its trunk returned `hidden` [1, T, D], all above the trunk in hidden's dtype.
 
     None for a trunk whose output cannot be replaced.
@@ -88,7 +92,7 @@ def _logits_from(hidden: Tensor, model: nn.Module) -> Tensor | None:
             replaced.append(True)
         return output
 
-    ids = torch.arange(hidden.shape[1], device=hidden.device)[None] % model.get_output_embeddings().out_features
+    ids = torch.arange(hidden.shape[1], device=hidden.device)[None] % vocab
     handle = model.base_model.register_forward_hook(replace)
     try:
         with evaluation_mode(model):
@@ -97,6 +101,19 @@ def _logits_from(hidden: Tensor, model: nn.Module) -> Tensor | None:
     finally:
         handle.remove()
     return out.logits if replaced else None
+
+
+def _inside_lora_wrapper(model: nn.Module) -> nn.Module:
+    """The model within peft's wrapper for LoRA, which only passes calls on: the adapters are in the layers.
+
+    aLoRA's wrapper does more, it looks for where an adapter begins, and so do those of other methods.
+    """
+    peft = sys.modules.get("peft")
+    if peft is None or not isinstance(model, peft.PeftModel) or type(model.base_model) is not peft.LoraModel:
+        return model
+    if any(getattr(config, "alora_invocation_tokens", None) for config in model.peft_config.values()):
+        return model
+    return model.base_model.model
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +131,7 @@ class PaddedForward:
     This is a replaceable part: whatever has these two methods can take its place in the trainer.
 
     Args:
-        model: a causal language model of transformers.
+        model: a causal language model of transformers, with or without peft's adapters.
         temperature: of the distribution that was sampled from; every log-prob is taken under it.
         backend: as in `grpo_fast.grpo_loss`.
         autocast: dtype of the matrix products; None: bfloat16 for float32 weights on a GPU, else the weights' own.
@@ -133,7 +150,7 @@ class PaddedForward:
         autocast: torch.dtype | None = None,
         head: tuple[LinearHead | None, str] | None = None,
     ) -> None:
-        self.model = model
+        self.model = model = _inside_lora_wrapper(model)
         if autocast is None and model.device.type == "cuda" and model.dtype == torch.float32:
             autocast = torch.bfloat16
         self.autocast = autocast
@@ -203,8 +220,7 @@ class PaddedForward:
     def _hidden(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:  # [N, D], [V, D], [V]
         trunk = self.model.base_model(input_ids=batch.input_ids, use_cache=False)
         hidden = trunk.last_hidden_state.flatten(0, 1).index_select(0, batch.positions)
-        layer = self.model.get_output_embeddings()
-        return hidden, layer.weight, layer.bias
+        return hidden, *head_weight(self.model.get_output_embeddings())
 
     def _logits(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Logits [B, K, V] of the last K columns, ids and mask [B, K], flat indices [N] of the True slots.

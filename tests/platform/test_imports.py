@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 LAYERS = (
     ("grpo_fast.checks", "grpo_fast.types", "grpo_fast.modes", "grpo_fast.tasks", "grpo_fast.kernels"),
     ("grpo_fast.ops", "grpo_fast.advantages", "grpo_fast.prompts", "grpo_fast.rewards"),
-    ("grpo_fast.config",),
+    ("grpo_fast.config", "grpo_fast.heads"),
     ("grpo_fast.data", "grpo_fast.optim", "grpo_fast.memory", "grpo_fast.checkpoint", "grpo_fast.reference_model"),
     ("grpo_fast.rollout", "grpo_fast.model", "grpo_fast.smollm2", "grpo_fast.environment"),
     ("grpo_fast.batching", "grpo_fast.evaluate"),
@@ -33,6 +33,7 @@ OUTSIDE = {
     "grpo_fast.advantages": {"torch"},
     "grpo_fast.batching": {"torch"},
     "grpo_fast.checks": set(),
+    "grpo_fast.heads": {"torch"},
     "grpo_fast.config": {"yaml"},
     "grpo_fast.tasks": set(),
 }
@@ -96,13 +97,13 @@ def test_only_its_own_rollout_file_imports_vllm():
 
 
 @pytest.mark.parametrize("statement", ["import grpo_fast", "import grpo_fast, grpo_fast.config; grpo_fast.GRPOConfig"])
-def test_importing_the_package_loads_neither_transformers_nor_triton_nor_a_gpu(statement):
+def test_importing_the_package_loads_neither_transformers_nor_triton_nor_peft_nor_a_gpu(statement):
     code = f"""
 import sys
 sys.modules["triton"] = None  # as where it is not installed
 {statement}
 import torch
-assert not any(name.split(".")[0] in ("transformers", "datasets", "matplotlib") for name in sys.modules)
+assert not any(name.split(".")[0] in ("transformers", "datasets", "matplotlib", "peft") for name in sys.modules)
 assert not torch.cuda.is_initialized()
 """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -378,9 +378,9 @@ def test_where_the_loss_is_computed_from_is_said_once(make_args, caplog):
         model.lm_head = torch.nn.Sequential(model.lm_head)
         make_trainer(make_args(), model=model)
     assert [(record.levelname, record.message) for record in caplog.records] == [
-        ("INFO", "LlamaForCausalLM: loss from hidden states: the head is a plain linear layer, "
+        ("INFO", "LlamaForCausalLM: loss from hidden states: the head is a linear layer, "
          "logits are never materialised"),
-        ("WARNING", "LlamaForCausalLM: loss from logits: the head is a Sequential, not a plain linear layer"),
+        ("WARNING", "LlamaForCausalLM: loss from logits: the Sequential is not a plain linear layer"),
     ]  # fmt: skip
 
 
