@@ -126,6 +126,24 @@ def test_ppo_both_ways():
     assert_same(fused, grads)
 
 
+def test_objectives_of_ones_own():
+    names = setting("gemma2")
+    run(names, "logits", "transform", "hidden")
+    names["ref_logps"] = names["old_logps"] + 0.1
+    ours = run(names, "own_token")
+    logps, _, mask = eager_logps(names, names["model"])
+    ref = names["ref_logps"][:, :-1]
+    losses = -names["advantages"][:, None] * logps + 0.05 * (logps - ref) ** 2
+    assert_same(ours, gradients((losses * mask).sum() / mask.sum(), names["model"]))
+
+    ours = run(names, "own_sequence")
+    logps, _, mask = eager_logps(names, names["model"])
+    length = mask.sum(1)
+    ratio = (((logps - names["old_logps"][:, :-1]) * mask).sum(1) / length).exp()
+    gain = torch.minimum(ratio * names["advantages"], ratio.clamp(0.9, 1.1) * names["advantages"])
+    assert_same(ours, gradients(-gain.mean(), names["model"]))
+
+
 def test_the_module_for_verl(monkeypatch):
     """verl's modules are stand-ins here; that their attributes exist is what `make test-peers` sees."""
     for name in ("verl", "verl.utils", "verl.utils.experimental", "verl.utils.kernel"):
