@@ -107,8 +107,7 @@ class Tokens:
         if not isinstance(value, Tensor):
             raise ValueError(f"{name}: expected a tensor, got {type(value).__name__}")
         check_constant(name, value)
-        _same_device(name, value, self.ids)
-        return self.sequences.per_token(name, value).to(dtype).contiguous()
+        return self.sequences.per_token(name, _moved(name, value, self.ids)).to(dtype).contiguous()
 
 
 def check_constant(name: str, value: Tensor) -> None:
@@ -135,6 +134,14 @@ def check_plain(name: str, tensor: Tensor | None) -> None:
 def _same_device(name: str, value: Tensor, ids: Tensor) -> None:
     if value.device != ids.device:
         raise ValueError(f"{name}: expected device {ids.device} (token_ids'), got {value.device}")
+
+
+def _moved(name: str, value: Tensor, ids: Tensor) -> Tensor:
+    """On token_ids' device, where what the host made may still be on the CPU."""
+    if value.device.type == "cpu":
+        return value.to(ids.device, non_blocking=True)
+    _same_device(name, value, ids)
+    return value
 
 
 def check_scores(name: str, scores: Tensor, rank_packed: bool | None) -> None:
@@ -171,8 +178,7 @@ def make_tokens(name: str, scores: Tensor, token_ids: Tensor, mask: Tensor | Non
     if mask is None:
         valid = torch.ones(shape, dtype=torch.bool, device=scores.device)
     else:
-        _same_device("mask", mask, token_ids)
-        valid = (mask != 0).reshape(shape).contiguous()
+        valid = _moved("mask", mask != 0, token_ids).reshape(shape).contiguous()
     if cu_seqlens is None:
         sequences = Sequences(1 if packed else shape[0], shape)
     else:

@@ -8,25 +8,26 @@ import torch
 from torch import Tensor
 
 from grpo_fast.ops import backends, linear_library
-from grpo_fast.ops.inputs import check_scores, make_tokens
+from grpo_fast.ops.inputs import Sequences, Tokens, check_scores, make_tokens
 from grpo_fast.ops.linear_autograd import FusedLinearLoss
 from grpo_fast.ops.linear_inputs import (
     check_head,
     check_live_rows,
     differentiable_logprobs,
     head_options,
+    mask_on_host,
     row_index,
     wants_gradient,
 )
+from grpo_fast.ops.objective import PolicyInputs
 from grpo_fast.ops.options import LogitTransform, PolicyOptions
 from grpo_fast.ops.policy import Problem, evaluate, make_problem
 from grpo_fast.ops.token_logprobs import dtype_name
 from grpo_fast.types import LossOutput
 
 
-def _live_tokens(problem: Problem) -> Tensor:
+def _live_tokens(inputs: PolicyInputs, options: PolicyOptions) -> Tensor:
     """Valid tokens whose gradient can be non-zero, (B, T) bool."""
-    inputs, options = problem.inputs, problem.options
     valid, sequences = inputs.tokens.valid, inputs.tokens.sequences
     if options.beta > 0 or options.entropy_coef > 0:
         return valid
@@ -34,6 +35,17 @@ def _live_tokens(problem: Problem) -> Tensor:
     if options.is_sequence_level:
         live = sequences.expand(sequences.sum(live) > 0)
     return valid & live
+
+
+def _live_on_host(mask, advantages, sampling_weights, shape: tuple, options: PolicyOptions) -> Tensor | None:
+    """The same from what the caller has on the CPU, where that is enough to know (padded batches)."""
+    given = [t for t in (mask, advantages, sampling_weights) if t is not None]
+    if len(shape) != 2 or any(t.device.type != "cpu" for t in given):
+        return None
+    valid = torch.ones(shape, dtype=torch.bool) if mask is None else mask != 0
+    tokens = Tokens(valid, valid, Sequences(shape[0], shape), shape)
+    weighted = [tokens.broadcast("", t, torch.float32) for t in (advantages, sampling_weights)]
+    return _live_tokens(PolicyInputs(tokens, valid, *weighted, None, None), options)
 
 
 def _fused(hidden, weight, bias, rows, live, dead, problem: Problem, transform: LogitTransform, how):
@@ -112,9 +124,10 @@ def linear_grpo_loss(
 
     Args:
         hidden, weight, bias, workspace_bytes, fp32_logits: see linear_token_logprobs.
-        live_rows: int64 flat indices of the tokens to score, each once, a superset of those with a gradient: saves the
-            one host synchronisation on a GPU, which happens where a mask is given or dead rows may be dropped, and
-            drops rows under torch.compile too. Checked on the CPU, trusted on a GPU.
+        live_rows: int64 flat indices of the tokens to score, each once, a superset of those with a gradient. On a GPU
+            the rows to score are counted, which waits for it, unless they are all, or live_rows names them, or mask,
+            advantages and sampling_weights are still on the CPU (padded batches). Under torch.compile only live_rows
+            drops rows. Checked on the CPU, trusted on a GPU. (Sequence level waits once more, to make its chunks.)
         score_dead_rows: compute logps and entropy of unmasked dead tokens too, for one GEMM over them.
         The rest: see grpo_loss.
 
@@ -136,7 +149,7 @@ def linear_grpo_loss(
         entropy_denominator=entropy_denominator, reduction=reduction, return_entropy=return_entropy,
     )  # fmt: skip
     how = head_options(hidden, weight, workspace_bytes, fp32_logits, name)
-    live = _live_tokens(problem)
+    live = _live_tokens(problem.inputs, options)
     live_rows = check_live_rows(live_rows, tokens.valid if score_dead_rows else live)
     scored = tokens.valid if score_dead_rows else live
     if live_rows is not None and scored is not tokens.valid:
@@ -149,7 +162,12 @@ def linear_grpo_loss(
         scored, dead = live, scored & ~live
     rows = live_rows
     if live_rows is None and name != "reference":
-        rows = row_index(scored, mask is None and scored is tokens.valid)
+        on_host = None
+        if hidden.device.type != "cpu" and scored is tokens.valid:
+            on_host = mask_on_host(mask)
+        elif hidden.device.type != "cpu":
+            on_host = _live_on_host(mask, advantages, sampling_weights, tokens.shape, options)
+        rows = row_index(scored, mask is None and scored is tokens.valid, on_host)
     fused = None
     if in_forward:
         fused = lambda: _fused(hidden, weight, bias, rows, scored, dead, problem, transform, how)  # noqa: E731

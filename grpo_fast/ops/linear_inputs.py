@@ -72,12 +72,19 @@ def check_live_rows(live_rows: Tensor | None, live: Tensor) -> Tensor | None:
     return live_rows.sort().values
 
 
-def row_index(scored: Tensor, all_scored: bool) -> Tensor | None:
-    """Flat indices of the scored tokens; None for all. Of a mask on a GPU, this is the head's one host sync."""
+def row_index(scored: Tensor, all_scored: bool, on_host: Tensor | None = None) -> Tensor | None:
+    """Flat indices of the scored tokens; None for all.
+
+    `on_host` is `scored` where the CPU knows it. Without, counting those of a GPU is the head's one host sync.
+    """
     if all_scored or torch.compiler.is_compiling():  # a data-dependent length has no place in a static graph
         return None
-    rows = scored.reshape(-1).nonzero()[:, 0]
-    return None if rows.shape[0] == scored.numel() else rows
+    rows = (scored if on_host is None else on_host).reshape(-1).nonzero()[:, 0]
+    return None if rows.shape[0] == scored.numel() else rows.to(scored.device, non_blocking=True)
+
+
+def mask_on_host(mask: Tensor | None) -> Tensor | None:
+    return mask != 0 if mask is not None and mask.device.type == "cpu" else None
 
 
 def differentiable_logprobs(

@@ -17,6 +17,7 @@ from grpo_fast.ops.linear_inputs import (
     check_live_rows,
     differentiable_logprobs,
     head_options,
+    mask_on_host,
     row_index,
     wants_gradient,
 )
@@ -151,8 +152,8 @@ def linear_policy_loss(
         inputs: name -> tensor, constants: [B, T] (packed [N]), or [B] or [B, 1]; 0 wherever the mask is.
         align: "token" or "sequence".
         denominator: what the sum is divided by, a 0-d tensor or an int; default: this call's valid tokens.
-        live_rows: int64 flat indices of the tokens to score, a superset of those with a gradient: saves the one host
-            synchronisation that a mask on a GPU costs. With align="sequence", chunks cost one anyway.
+        live_rows: int64 flat indices of the tokens to score, a superset of those with a gradient. They, or a mask on
+            the CPU, save the one host synchronisation that a mask on a GPU costs; align="sequence" costs one anyway.
         return_entropy: fill `entropy` in the output and the metrics.
 
     Returns:
@@ -184,7 +185,7 @@ def linear_policy_loss(
     user = _UserObjective(
         objective, per_token, per_sequence, scored, tokens.sequences, divisor, align == "sequence", with_entropy
     )
-    rows = row_index(scored, mask is None and live_rows is None) if live_rows is None else live_rows
+    rows = row_index(scored, mask is None, mask_on_host(mask)) if live_rows is None else live_rows
     everything = torch.arange(scored.numel(), device=scored.device) if rows is None else rows
     want_entropy = with_entropy or return_entropy
     if not torch.compiler.is_compiling():

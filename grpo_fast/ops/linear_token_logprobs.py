@@ -6,7 +6,7 @@ from torch import Tensor
 
 from grpo_fast.ops import backends
 from grpo_fast.ops.inputs import check_scores, make_tokens
-from grpo_fast.ops.linear_inputs import check_head, differentiable_logprobs, head_options, row_index
+from grpo_fast.ops.linear_inputs import check_head, differentiable_logprobs, head_options, mask_on_host, row_index
 from grpo_fast.ops.linear_library import gemm_dtype
 from grpo_fast.ops.options import LogitTransform
 from grpo_fast.ops.token_logprobs import dtype_name
@@ -40,7 +40,8 @@ def linear_token_logprobs(
         hidden: [B, T, D] or [N, D], fp32, bf16 or fp16 (fp64 on the reference backend).
         weight: [V, D], the lm_head's. Under autocast, or with unequal dtypes, the GEMMs run in autocast's dtype or the
             promoted one; gradients have their parameter's dtype.
-        token_ids, mask, temperature, softcap, logit_scale, return_entropy, backend: see token_logprobs. The gradient
+        mask: see token_logprobs. Where hidden is on a GPU, one on the CPU saves counting it there (a host sync).
+        token_ids, temperature, softcap, logit_scale, return_entropy, backend: see token_logprobs. The gradient
             of the entropy, where it is used, computes the logits again.
         bias: [V], added to the logits first.
         workspace_bytes: size of the logits chunk; the result depends on it to rounding only. On the CPU a bf16 or fp16
@@ -56,7 +57,7 @@ def linear_token_logprobs(
     check_head(hidden, weight, bias)
     tokens = make_tokens("hidden", hidden, token_ids, mask, None)
     name = backends.choose(backend, hidden.device.type, dtype_name(gemm_dtype(hidden, weight)))
-    rows = None if name == "reference" else row_index(tokens.valid, mask is None)
+    rows = None if name == "reference" else row_index(tokens.valid, mask is None, mask_on_host(mask))
     logps, entropy = differentiable_logprobs(
         hidden, weight, bias, rows, tokens, tokens.valid, transform, return_entropy,
         head_options(hidden, weight, workspace_bytes, fp32_logits, name), save_unit_grads=save_unit_grads,

@@ -76,6 +76,29 @@ def test_nothing_waits_for_the_device():
         torch.cuda.set_sync_debug_mode("default")
 
 
+def test_a_mask_on_the_host_is_counted_there():
+    problem = problems.make(vocab=257)
+    hidden = torch.randn(3, 7, 16, device=DEVICE, requires_grad=True)
+    weight = torch.randn(257, 16, device=DEVICE, requires_grad=True)
+    arguments = there({"token_ids": problem["token_ids"], "old_logps": problem["old_logps"]})
+    on_host = {name: problem[name] for name in ("advantages", "mask", "sampling_weights")}
+
+    def step(vectors):
+        out = gf.linear_grpo_loss(hidden, weight, **arguments, **vectors)
+        logps = gf.linear_token_logprobs(hidden, weight, arguments["token_ids"], vectors["mask"])
+        (out.loss + logps.sum()).backward()
+        return out
+
+    expected = step(there(on_host))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = step(on_host)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(out.scored, expected.scored)
+    assert torch.allclose(out.loss, expected.loss)
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_launches_happen_on_the_tensors_device():
     """B56."""

@@ -1,11 +1,14 @@
 """The lm_head path against the logits path in float64: loss, all gradients, dead rows, chunks."""
 
+import sys
+
 import problems
 import pytest
 import torch
 from problems import OPTIONS, split
 
 import grpo_fast as gf
+from grpo_fast.ops.options import PolicyOptions
 
 BACKENDS = problems.backends_here()
 WIDTH = 13
@@ -389,3 +392,23 @@ def test_fp16_head_scales_what_the_gradient_is(backend, d, advantage):
         (out.loss * scale).backward()
         grads.append(leaf.grad)
     assert problems.relative_error(*grads) < 3e-3
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("options", [{}, {"beta": 0.1}], ids=["", "beta"])
+def test_live_tokens_known_on_the_host_are_those_of_the_device(level, options):
+    """What spares a GPU the count must not be another set of rows."""
+    module = sys.modules["grpo_fast.ops.linear_grpo_loss"]
+    problem = problems.make(batch=4, length=6)
+    problem["advantages"][1], problem["sampling_weights"][2, 3] = 0.0, 0.0
+    mask, advantages, weights = problem["mask"], problem["advantages"], problem["sampling_weights"]
+    options = PolicyOptions(importance_sampling_level=level, **options)
+    for given in ((mask, advantages, weights), (None, advantages[:, 0], None), (mask.float(), advantages, None)):
+        hidden, weight, _ = head(problem)
+        arguments = dict(zip(("mask", "advantages", "sampling_weights"), given, strict=True))
+        arguments |= {"token_ids": problem["token_ids"], "ref_logps": problem["ref_logps"]}
+        fields = {"importance_sampling_level": level, "beta": options.beta}
+        scored = gf.linear_grpo_loss(hidden, weight, **arguments, **fields).scored
+        assert torch.equal(module._live_on_host(*given, (4, 6), options), scored)
+    assert module._live_on_host(mask, advantages.to("meta"), weights, (4, 6), options) is None
+    assert module._live_on_host(mask, advantages, weights, (24,), options) is None
