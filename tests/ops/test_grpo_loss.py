@@ -524,3 +524,37 @@ def test_overflowing_ratio_times_no_weight(backend, level):
     out.loss.backward()
     assert out.loss == 0
     assert (leaf.grad == 0).all()
+
+
+@pytest.mark.parametrize("d", [-30.0, -1.5, 0.5, 1.5, 14.0, 40.0])
+@pytest.mark.parametrize("options", [{}, {"reduction": "none"}], ids=["fused", "none"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bias_corrected_kl_far_from_the_reference(backend, options, d):
+    """r k3 and its derivative -r d: as a difference of two terms of size e^d nothing would be left of it in fp32."""
+    torch.manual_seed(0)
+    logits, ids = torch.randn(2, 3, 11), torch.randint(0, 11, (2, 3))
+    logps = gf.token_logprobs(logits.double(), ids)
+    vectors = {"old_logps": logps - 0.3, "ref_logps": logps + d}
+    grads = []
+    for dtype, name in ((torch.float32, backend), (torch.float64, "reference")):
+        leaf = logits.to(dtype).requires_grad_()
+        out = gf.grpo_loss(
+            leaf, ids, torch.zeros(2, dtype=dtype), **{k: v.to(dtype) for k, v in vectors.items()}, beta=1.0,
+            use_bias_correction_kl=True, backend=name, loss_type="dapo", denominator=1, **options,
+        )  # fmt: skip
+        grads.append(torch.autograd.grad(out.loss.sum(), leaf)[0])
+        onehot = torch.nn.functional.one_hot(ids, 11)
+        wanted = -(0.3 + 0 * logps).exp()[..., None] * d * (onehot - logits.double().softmax(-1))
+        assert problems.relative_error(grads[-1], wanted) < 2e-5
+    assert problems.relative_error(*grads) < 2e-5
+    hidden = torch.eye(11, dtype=torch.float32)[None, :2].expand(2, 2, 11).requires_grad_()
+    weight = torch.randn(11, 11)
+    rows = hidden.detach().double() @ weight.double().t()
+    logps = gf.token_logprobs(rows, ids[:, :2])
+    loss = gf.linear_grpo_loss(
+        hidden, weight, ids[:, :2], torch.zeros(2), old_logps=(logps - 0.3).float(), ref_logps=(logps + d).float(),
+        beta=1.0, use_bias_correction_kl=True, loss_type="dapo", denominator=1, backend=backend,
+    ).loss  # fmt: skip
+    onehot = torch.nn.functional.one_hot(ids[:, :2], 11)
+    wanted = -torch.tensor(0.3).exp() * d * (onehot - rows.softmax(-1)) @ weight.double()
+    assert problems.relative_error(torch.autograd.grad(loss, hidden)[0], wanted) < 2e-5
