@@ -10,6 +10,7 @@ from torch import Tensor
 
 from grpo_fast.ops import backends, linear_library
 from grpo_fast.ops.head import Chunk
+from grpo_fast.ops.head_walk import walk
 from grpo_fast.ops.inputs import Sequences, Tokens, check_scores, make_tokens
 from grpo_fast.ops.linear_autograd import FusedLinearLoss
 from grpo_fast.ops.linear_inputs import (
@@ -224,7 +225,7 @@ def linear_policy_loss(
 def _walk(hidden, weight, bias, rows, ids, scored, user, by_sequence, want_entropy, *rest):
     *need, transform, tokens, how = rest
     with torch.autocast(hidden.device.type, enabled=False):
-        return linear_library.walk(
+        return walk(
             hidden, weight, bias, rows, ids, scored, user, tokens.sequences if by_sequence else None, want_entropy,
             tuple(need), transform.as_floats(), how,
         )  # fmt: skip
