@@ -1,0 +1,1 @@
+"""Drop-in parts for other libraries, one file each. Importing this package imports none of them."""
