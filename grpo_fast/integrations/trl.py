@@ -13,8 +13,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from grpo_fast.forward import LinearHead, find_linear_head
+from grpo_fast.forward import find_linear_head
 from grpo_fast.ops import LinearGRPOLoss, linear_grpo_loss, linear_token_logprobs
 
 try:
@@ -32,9 +33,18 @@ if trl.__version__.split(".")[:2] != ["1", "16"]:
         f"grpo_fast.integrations.trl: expected TRL 1.16, got {trl.__version__}. Run: pip install 'trl>=1.16,<1.17'"
     )
 
-from trl.trainer.utils import FusedCausalLMOutput  # noqa: E402
+from trl.trainer.utils import FusedCausalLMOutput
 
+_INSTEAD = ", or train with trl.GRPOTrainer"
 _PER_TOKEN_LOGPS = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
+
+
+def _refuse_split(model) -> None:
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) > 1:
+        raise NotImplementedError(f"model: expected on one device, got {sorted(map(str, devices))}{_INSTEAD}")
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise NotImplementedError(f"model: expected whole parameters, got DTensors. Shard nothing{_INSTEAD}")
 
 
 def _patch_forward(model, transform: dict, in_fp32: bool) -> None:
@@ -60,7 +70,13 @@ def _patch_forward(model, transform: dict, in_fp32: bool) -> None:
                 return fused_lm_head(hidden, layer.weight, layer.bias)
             targets = labels[:, 1:]
             logps, entropy = linear_token_logprobs(
-                hidden[:, :-1], layer.weight, targets, targets != -100, bias=layer.bias, return_entropy=True, **transform
+                hidden[:, :-1],
+                layer.weight,
+                targets,
+                targets != -100,
+                bias=layer.bias,
+                return_entropy=True,
+                **transform,
             )
             return FusedCausalLMOutput(log_probs=logps, entropy=entropy)
 
@@ -88,13 +104,13 @@ class FastGRPOMixin:
         model = self.accelerator.unwrap_model(self.model)
         if hasattr(model, "get_base_model"):  # a PeftModel: adapters sit inside the trunk of the model below
             model = model.get_base_model()
-        devices = {parameter.device for parameter in model.parameters()}
-        if len(devices) > 1:
-            raise NotImplementedError(f"model: expected on one device, got {sorted(map(str, devices))}{_INSTEAD}")
+        _refuse_split(model)
         head, reason = find_linear_head(model)
         if head is None:
             raise NotImplementedError(f"model: {reason}. Leave the head out of adapters and quantisation{_INSTEAD}")
-        self._transform = self._logit_transform(head)
+        self._transform = {
+            "temperature": self.temperature, "softcap": head.softcap, "logit_scale": head.logit_scale,
+        }  # fmt: skip
         self._loss_options = {
             "loss_type": self.loss_type,
             "epsilon": self.epsilon_low,
@@ -109,9 +125,6 @@ class FastGRPOMixin:
         for patched in (model, self.ref_model):
             if patched is not None:
                 _patch_forward(patched, self._transform, self.args.cast_lm_head_to_fp32)
-
-    def _logit_transform(self, head: LinearHead) -> dict:
-        return {"temperature": self.temperature, "softcap": head.softcap, "logit_scale": head.logit_scale}
 
     def _refuse_unsupported(self) -> None:
         entropy_twice = self._entropy_bonus_enabled and self.top_entropy_quantile < 1
@@ -211,9 +224,6 @@ class FastGRPOMixin:
         if self.loss_type == "bnpo":
             return mask.sum().clamp(min=1) * steps
         return len(mask) * steps * (self.max_completion_length if self.loss_type == "dr_grpo" else 1)
-
-
-_INSTEAD = ", or train with trl.GRPOTrainer"
 
 
 class GRPOTrainer(FastGRPOMixin, trl.GRPOTrainer):
