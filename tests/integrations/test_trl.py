@@ -10,6 +10,9 @@ trl = pytest.importorskip("trl", reason="needs pip install 'grpo-fast[trl]'")
 
 from trl_problems import GRPOTrainer, difference, make_batch, make_pair, measure  # noqa: E402
 
+import grpo_fast.integrations.trl as integration  # noqa: E402
+from grpo_fast import linear_token_logprobs as logprobs  # noqa: E402
+
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo")
 BASE = {"beta": 0.1, "epsilon_high": 0.28, "use_bias_correction_kl": False}
 
@@ -126,8 +129,13 @@ def test_sampler_weights_multiply_the_policy_term_alone(tmp_path, loss_type, per
     assert difference(assert_equal(pair, batch)[1], grads) == 0.0
 
 
-def test_the_adaptive_entropy_bonus_is_controlled_alike(tmp_path):
-    """Off until entropy was measured, then on below the target and off above; the coefficient moves with it."""
+@pytest.mark.parametrize("score_dead_rows", [True, False])
+def test_the_adaptive_entropy_bonus_is_controlled_alike(tmp_path, monkeypatch, score_dead_rows):
+    """Off until entropy was measured, then on below the target and off above; the coefficient moves with it.
+
+    By the entropy of all tokens, also while the bonus is off and tokens without an advantage have no gradient.
+    """
+    monkeypatch.setattr(GRPOTrainer, "score_dead_rows", score_dead_rows)
     options = {"use_adaptive_entropy": True, "entropy_target": 2.5, "entropy_coef_delta": 0.3, "entropy_coef_max": 1.0}
     pair = make_pair(tmp_path, **options)
     batch = make_batch(pair[0])
@@ -149,6 +157,9 @@ def test_models(tmp_path, kind):
     pair = make_pair(tmp_path, kind, beta=0.1, temperature=0.8, **options)
     batch = make_batch(pair[0])
     assert_equal(pair, batch)
+    for trainer in pair:
+        trainer.top_entropy_quantile = 0.4
+    assert_equal(pair, batch)
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
     attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
     with torch.no_grad():
@@ -167,15 +178,19 @@ def test_models(tmp_path, kind):
                 torch.testing.assert_close(got[1], expected[1], rtol=1e-5, atol=1e-5)
 
 
-def test_the_logits_never_exist(tmp_path):
+def test_the_logits_never_exist(tmp_path, monkeypatch):
     """Not for the loss, not for old and reference log-probs; a plain call still returns them."""
     trainer = make_pair(tmp_path, beta=0.1)[1]
-    calls = []
+    calls, scored = [], []
     for model in (trainer.model, trainer.ref_model):
         model.lm_head.register_forward_hook(lambda *_: calls.append(True))
     batch = make_batch(trainer)
+    monkeypatch.setattr(integration, "linear_token_logprobs", lambda *a, **k: scored.append(a[0]) or logprobs(*a, **k))
     measure(trainer, batch)
-    trainer._get_per_token_logps_and_entropies(trainer.ref_model, batch["prompt_ids"], batch["prompt_mask"], 2)
+    assert not scored
+    for model in (trainer.model, trainer.ref_model):
+        trainer._get_per_token_logps_and_entropies(model, batch["prompt_ids"], batch["prompt_mask"], 2)
+    assert len(scored) == 2
     assert not calls
     logits = trainer.model(batch["prompt_ids"]).logits
     assert logits.shape[:2] == batch["prompt_ids"].shape
@@ -206,7 +221,7 @@ def test_without_dead_rows_only_the_metrics_are_over_fewer_tokens(tmp_path, monk
 def test_what_sits_in_tokens_without_a_score_does_not_matter(tmp_path, monkeypatch, score_dead_rows):
     """Padding, tools and dropped rows have no log-prob here; a ratio to their old one must not overflow into NaN."""
     monkeypatch.setattr(GRPOTrainer, "score_dead_rows", score_dead_rows)
-    trainer = make_pair(tmp_path)[1]
+    trainer = make_pair(tmp_path, beta=0.1 if score_dead_rows else 0.0)[1]  # with beta no row is dead
     batch = make_batch(trainer)
     expected = measure(trainer, batch)
     unscored = (batch["completion_mask"] * batch["tool_mask"]) == 0
