@@ -121,7 +121,10 @@ class FastGRPOMixin:
             "use_bias_correction_kl": self.args.use_bias_correction_kl,
             **self._transform,
         }
-        LinearGRPOLoss(**self._loss_options, entropy_coef=self.entropy_coef)  # names a value that it does not accept
+        try:
+            LinearGRPOLoss(**self._loss_options, entropy_coef=self.entropy_coef)
+        except ValueError as error:  # names the option and what it may be
+            raise ValueError(f"{error}{_INSTEAD}") from error
         for patched in (model, self.ref_model):
             if patched is not None:
                 _patch_forward(patched, self._transform, self.args.cast_lm_head_to_fp32)
@@ -157,7 +160,7 @@ class FastGRPOMixin:
         seen = {**inputs, "tool_mask": scored.to(completion_mask.dtype)}
         # Where logps is 0 because nothing was scored, exp(logps - old) may overflow, and inf * mask is NaN.
         seen |= {name: torch.where(scored, inputs[name], 0.0) for name in _PER_TOKEN_LOGPS if name in inputs}
-        with torch.no_grad():
+        with torch.no_grad():  # for what it logs: in the model's place stands one that answers with what was computed
             super()._compute_loss(lambda **_: FusedCausalLMOutput(log_probs=logps, entropy=entropy), seen)
         return loss
 
