@@ -13,7 +13,7 @@ PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
 $(INSTALLED): pyproject.toml setup.py constraints.txt $(shell find csrc -type f)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch setuptools wheel ninja
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev,plots,gguf,tensorboard]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev,plots,gguf,tensorboard,trl]'
 	touch $@
 
 train: $(INSTALLED)

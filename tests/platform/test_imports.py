@@ -18,9 +18,9 @@ LAYERS = (
     ("grpo_fast.rollout", "grpo_fast.model", "grpo_fast.smollm2", "grpo_fast.environment"),
     ("grpo_fast.batching", "grpo_fast.evaluate"),
     ("grpo_fast.forward", "grpo_fast.metrics"),
-    ("grpo_fast.update", "grpo_fast.integrations"),
+    ("grpo_fast.update",),
     ("grpo_fast.trainer",),
-    ("grpo_fast.run", "grpo_fast.demo"),
+    ("grpo_fast.run", "grpo_fast.demo", "grpo_fast.integrations"),
     ("grpo_fast.cli",),
     ("grpo_fast.__main__",),
 )
@@ -84,6 +84,12 @@ def test_the_lower_parts_depend_on_little():
     assert not wrong
 
 
+def test_only_its_own_integration_imports_trl():
+    for path, module in sources():
+        if module != "grpo_fast.integrations.trl":
+            assert not any(name.split(".")[0] == "trl" for name in imported(path)), module
+
+
 def test_nothing_imports_benchmarks_tests_or_the_bare_kernels_folder():
     for path, module in sources():
         tops = {name.split(".")[0] for name in imported(path)}
@@ -96,14 +102,17 @@ def test_only_its_own_rollout_file_imports_vllm():
             assert not any(name.split(".")[0] == "vllm" for name in imported(path)), module
 
 
-@pytest.mark.parametrize("statement", ["import grpo_fast", "import grpo_fast, grpo_fast.config; grpo_fast.GRPOConfig"])
+@pytest.mark.parametrize(
+    "statement",
+    ["import grpo_fast, grpo_fast.integrations", "import grpo_fast, grpo_fast.config; grpo_fast.GRPOConfig"],
+)
 def test_importing_the_package_loads_neither_transformers_nor_triton_nor_peft_nor_a_gpu(statement):
     code = f"""
 import sys
 sys.modules["triton"] = None  # as where it is not installed
 {statement}
 import torch
-assert not any(name.split(".")[0] in ("transformers", "datasets", "matplotlib", "peft") for name in sys.modules)
+assert not any(name.split(".")[0] in ("transformers", "datasets", "matplotlib", "peft", "trl") for name in sys.modules)
 assert not torch.cuda.is_initialized()
 """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
