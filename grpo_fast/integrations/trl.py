@@ -47,6 +47,17 @@ def _refuse_split(model) -> None:
         raise NotImplementedError(f"model: expected whole parameters, got DTensors. Shard nothing{_INSTEAD}")
 
 
+@contextlib.contextmanager
+def _own_forward(layer):
+    """Without the forward that TRL's cast_lm_head_to_fp32 gives the head, which here `in_fp32` stands for."""
+    patched = vars(layer).pop("forward", None)
+    try:
+        yield
+    finally:
+        if patched is not None:
+            layer.forward = patched
+
+
 def _patch_forward(model, transform: dict, in_fp32: bool) -> None:
     """Answer `model(..., fused_lm_head=x)` from hidden states: for x = True as TRL's fused head does, with our
     log-probs; for a function x with what it makes of (hidden [B, L, D], weight [V, D], bias [V] or None).
@@ -105,7 +116,8 @@ class FastGRPOMixin:
         if hasattr(model, "get_base_model"):  # a PeftModel: adapters sit inside the trunk of the model below
             model = model.get_base_model()
         _refuse_split(model)
-        head, reason = find_linear_head(model)
+        with _own_forward(model.get_output_embeddings()):
+            head, reason = find_linear_head(model)
         if head is None:
             raise NotImplementedError(f"model: {reason}. Leave the head out of adapters and quantisation{_INSTEAD}")
         self._transform = {

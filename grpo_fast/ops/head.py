@@ -103,7 +103,7 @@ class Head:
         if self.how.logits_dtype == self.how.dtype:
             torch.mm(hidden_RD, self.operand.t(), out=logits_RV)
         elif hidden_RD.device.type == "cuda":
-            logits_RV.copy_(torch.mm(hidden_RD, self.operand.t(), out_dtype=self.how.logits_dtype))
+            torch.mm(hidden_RD, self.operand.t(), out_dtype=self.how.logits_dtype, out=logits_RV)
         else:  # the CPU has no product of half-precision operands with a float32 result
             if self._wide_operand is None:
                 self._wide_operand = self.operand.to(self.how.logits_dtype)

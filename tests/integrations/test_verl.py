@@ -172,10 +172,11 @@ def linear_problem(lead, dtype, vocab=37, width=16):
 
 
 def exact_linear(hidden, weight, labels, temperature):
-    """(hidden leaf, weight leaf, log-probs, entropy) in float64, logits rounded as a GEMM's result in dtype is."""
+    """(hidden leaf, weight leaf, log-probs, entropy) in float64, logits rounded as the head's are: in bf16."""
     h, w = hidden.double().requires_grad_(), weight.double().requires_grad_()
     logits = h @ w.t()
-    logits = logits + (logits.to(hidden.dtype).double() - logits).detach()  # straight through
+    if hidden.dtype == torch.bfloat16:
+        logits = logits + (logits.bfloat16().double() - logits).detach()  # straight through
     logps = (logits / temperature).log_softmax(-1)
     chosen = logps.gather(-1, labels.long().clamp(min=0)[..., None])[..., 0]
     return h, w, torch.where(labels == -100, 0.0, chosen), -(logps.exp() * logps).sum(-1)
