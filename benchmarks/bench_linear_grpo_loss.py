@@ -1,7 +1,7 @@
 """linear_grpo_loss, forward and backward, against TRL, Liger, plain PyTorch and bare GEMMs.
 
-    python -m benchmarks bench_linear_grpo_loss [--quick] [--rounds 5] [--vocab 49152 151936] [--hidden 576 1024]
-                                                [--prompt 1 128] [--dead 0 0.4] [--peers trl]
+    python -m benchmarks bench_linear_grpo_loss [--quick] [--rounds 5] [--heads 49152x576 151936x1024]
+                                                [--prompt 1 128] [--dead 0 0.4] [--sequences 8] [--peers trl]
 
 Every variant gets the same hidden states [B, P + C, D], the output of a graph as from a model, the same weight, tokens,
 advantages and old log-probs, and hands back the gradient of all of hidden and, where the head is trainable, of the
@@ -22,7 +22,8 @@ products over 2 V D times the rows named here):
 * plain PyTorch: B C rows, 3 or 2 GEMMs, all logits in memory.
 
 Nobody but grpo_fast leaves out sequences whose advantage is 0. The roof is the bare GEMMs of the rows with a gradient,
-at once or in grpo_fast's chunks, whichever is faster in this run.
+at once or in grpo_fast's chunks, whichever is faster in this run. The default heads are those of SmolLM2-135M and
+Qwen3-0.6B. Where the profiler announces itself on stderr, KINETO_LOG_LEVEL=99 silences it.
 """
 
 from __future__ import annotations
@@ -41,11 +42,10 @@ from .harness import Variant, interleave, load_average, peak_bytes, print_table,
 from .linear_peers import Batch, Loss, bare_gemms, losses, policy_loss
 
 COMPLETION = 64
-SEQUENCES = {49152: 16}  # by vocabulary, so that a case takes seconds
-DEFAULT_SEQUENCES = 8  # one group
 WORKSPACE_BYTES = 1 << 27  # linear_grpo_loss's default on a CPU, handed to it, since the bare GEMMs take its chunks
 CHECKED = 16  # rows of hidden and of the weight compared with float64
-GEMMS = {"grpo_fast": 3, "plain": 3, "trl": 4, "liger": 4, "liger compiled": 4}  # one fewer with a frozen head
+PEERS = ("trl", "liger", "liger compiled", "plain")
+ERRORS = ("loss_error", "dhidden_error", "dweight_error")
 
 
 @dataclass
@@ -87,22 +87,24 @@ class Case:
             return f"{((got.double() - want).abs().max() / want.abs().max()).item():.1e}"
 
         completion = dhidden[:, self.batch.predicting].flatten(0, 1)
-        return {
-            "loss_error": error(loss, self.loss),
-            "dhidden_error": error(completion[self.rows], self.dhidden),
-            "dweight_error": "-" if dweight is None else error(dweight[self.vocab], self.dweight),
-        }
+        found = (
+            error(loss, self.loss),
+            error(completion[self.rows], self.dhidden),
+            "-" if dweight is None else error(dweight[self.vocab], self.dweight),
+        )
+        return dict(zip(ERRORS, found, strict=True))
 
 
-def cases(vocab: int, hidden_size: int, prompts: list[int], dead_shares: list[float]) -> Iterator[Case]:
+def cases(
+    vocab: int, hidden_size: int, count: int, prompts: list[int], dead_shares: list[float], completion_length: int
+) -> Iterator[Case]:
     """One weight and one set of completions for all of them; float64 sees these once."""
     rng = torch.Generator().manual_seed(0)
-    count = SEQUENCES.get(vocab, DEFAULT_SEQUENCES)
     weight = torch.nn.Parameter(torch.randn(vocab, hidden_size, generator=rng) * 2 / hidden_size**0.5)
-    hidden = torch.randn(count, max(prompts) + COMPLETION, hidden_size, generator=rng)
+    hidden = torch.randn(count, max(prompts) + completion_length, hidden_size, generator=rng)
     ids = torch.randint(0, vocab, hidden.shape[:2], generator=rng)
-    completion = hidden[:, -COMPLETION - 1 : -1].flatten(0, 1).double()
-    targets = ids[:, -COMPLETION:].flatten()
+    completion = hidden[:, -completion_length - 1 : -1].flatten(0, 1).double()
+    targets = ids[:, -completion_length:].flatten()
     rows = torch.arange(0, targets.numel(), targets.numel() // CHECKED)[:CHECKED]
     some_vocab = torch.cat([targets[rows[: CHECKED // 2]], torch.arange(0, vocab, vocab // CHECKED)])[:CHECKED]
 
@@ -115,7 +117,7 @@ def cases(vocab: int, hidden_size: int, prompts: list[int], dead_shares: list[fl
         some_probs.append(log_softmax[:, some_vocab].exp())
         checked = rows[(rows >= start) & (rows < start + 64)] - start
         means.append(log_softmax[checked].exp() @ weight64)
-    logps, some_probs = torch.cat(logps).view(count, COMPLETION), torch.cat(some_probs)
+    logps, some_probs = torch.cat(logps).view(count, completion_length), torch.cat(some_probs)
     directions = weight64[targets[rows]] - torch.cat(means)  # d logp / d hidden
     del weight64
     old_logps = (logps + 0.1 * torch.randn(logps.shape, generator=rng)).float()
@@ -124,7 +126,7 @@ def cases(vocab: int, hidden_size: int, prompts: list[int], dead_shares: list[fl
     for prompt in prompts:
         for share in dead_shares:
             live = torch.arange(count) >= round(share * count)
-            length = prompt + COMPLETION
+            length = prompt + completion_length
             batch = Batch(ids[:, -length:].contiguous(), advantages * live, old_logps)
             exact_logps = logps.clone().requires_grad_()
             exact = Batch(batch.ids, batch.advantages.double(), old_logps.double())
@@ -138,17 +140,18 @@ def cases(vocab: int, hidden_size: int, prompts: list[int], dead_shares: list[fl
             )  # fmt: skip
 
 
-def gemm_flops(variant: Variant) -> int:
-    """Of every matrix product in one call, from the shapes the profiler saw."""
+def profiled(variant: Variant) -> tuple[int, object]:
+    """The FLOPs of every matrix product in one call, from the shapes the profiler saw; and what the call returned."""
     variant.prepare()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
-        variant.run()
+        result = variant.run()
     flops = 0
     for event in profile.events():
         if event.name in ("aten::mm", "aten::bmm", "aten::addmm", "aten::addmm_"):
-            (*batch, m, k), (*_, n) = [s for s in event.input_shapes if len(s) >= 2][-2:]
+            first = int("add" in event.name)  # what is added to; behind the factors there may be an out=
+            (*batch, m, k), (*_, n) = event.input_shapes[first : first + 2]
             flops += 2 * math.prod(batch) * m * k * n
-    return flops
+    return flops, result
 
 
 def gemm_rows(name: str, batch: Batch) -> int:
@@ -194,38 +197,45 @@ def measure(case: Case, candidates: dict[str, Loss], rounds: int) -> list[dict[s
         for peer in ("trl", "liger", "plain"):
             theirs = variants.get((peer, trainable))
             row[f"times_faster_than_{peer}"] = f"{theirs.median / v.median:.2f}" if theirs else "-"
-        row |= {"share_of_gemms": f"{roof / v.median:.0%}", "gemm_rows": rows, "gemms": "-", "peak_mib": "-"}
-        row |= {"loss_error": "-", "dhidden_error": "-", "dweight_error": "-"}
-        if name in candidates:
-            row["gemms"] = f"{gemm_flops(v) / (2 * vocab * hidden_size * rows):.2f}"
-            row["peak_mib"] = f"{peak_bytes(v) / 2**20:.0f}"
-            v.prepare()
-            row |= case.errors(*v.run())
+        flops, result = profiled(v)
+        row |= {
+            "share_of_gemms": f"{roof / v.median:.0%}",
+            "gemm_rows": rows,
+            "gemms": f"{flops / (2 * vocab * hidden_size * rows):.2f}",
+        }
+        row |= case.errors(*result) if name in candidates else dict.fromkeys(ERRORS, "-")
+        del result
+        row["peak_mib"] = f"{peak_bytes(v) / 2**20:.0f}"
         table.append({**row, "rounds": rounds, "load_before": load})
     return table
+
+
+def head(text: str) -> tuple[int, int]:
+    """ "49152x576" -> (49152, 576): vocabulary and hidden size."""
+    vocab, hidden_size = text.split("x")
+    return int(vocab), int(hidden_size)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="3 rounds of one small case, no CSV")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--vocab", type=int, nargs="+", default=[49152, 151936])
-    parser.add_argument("--hidden", type=int, nargs="+", default=[576, 1024])
+    parser.add_argument("--heads", type=head, nargs="+", default=[(49152, 576), (151936, 1024)], metavar="VxD")
     parser.add_argument("--prompt", type=int, nargs="+", default=[1, 128], help="tokens, at least 1")
     parser.add_argument("--dead", type=float, nargs="+", default=[0.0, 0.4], help="share of sequences of advantage 0")
-    parser.add_argument("--peers", nargs="*", default=[name for name in GEMMS if name != "grpo_fast"])
+    parser.add_argument("--sequences", type=int, default=8)
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS)
     parser.add_argument("--output", default="bench_linear_grpo_loss", help="name of the CSV in benchmarks/results")
     args = parser.parse_args()
     if args.quick:
-        args.vocab, args.hidden, args.prompt, args.dead, args.rounds = [8192], [256], [32], [0.4], 3
+        args.heads, args.prompt, args.dead, args.rounds = [(8192, 256)], [32], [0.4], 3
 
     candidates = {n: loss for n, loss in losses(WORKSPACE_BYTES).items() if n == "grpo_fast" or n in args.peers}
     rows = []
-    for vocab in args.vocab:
-        for hidden_size in args.hidden:
-            for case in cases(vocab, hidden_size, args.prompt, args.dead):
-                rows.append(measure(case, candidates, args.rounds))
-                print_table(rows[-1])
+    for vocab, hidden_size in args.heads:
+        for case in cases(vocab, hidden_size, args.sequences, args.prompt, args.dead, COMPLETION):
+            rows.append(measure(case, candidates, args.rounds))
+            print_table(rows[-1])
     if not args.quick:
         print(write_csv(args.output, [row for case in rows for row in case]))
 

@@ -55,7 +55,8 @@ Loss = Callable[[Tensor, Tensor, Batch], Tensor]
 def policy_loss(logps: Tensor, batch: Batch) -> Tensor:
     """The textbook: mean over sequences of the mean over tokens of the clipped objective."""
     ratio = torch.exp(logps - batch.old_logps)
-    gain = torch.min(ratio * batch.advantages[:, None], ratio.clamp(1 - EPSILON, 1 + EPSILON) * batch.advantages[:, None])
+    advantages = batch.advantages[:, None]
+    gain = torch.min(ratio * advantages, ratio.clamp(1 - EPSILON, 1 + EPSILON) * advantages)
     return -gain.mean(1).mean()
 
 
