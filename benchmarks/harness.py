@@ -88,7 +88,7 @@ def _status(key: str) -> int:
 
 def machine() -> dict[str, str]:
     """Device, threads, versions, commit and date, as columns of a CSV."""
-    versions = ["torch", "trl", "triton"]
+    versions = ["torch", "trl", "liger-kernel", "triton"]
     return {
         "device": _cpu_name(),
         "threads": str(torch.get_num_threads()),
