@@ -1,11 +1,12 @@
 """linear_grpo_loss, forward and backward, against TRL, Liger, plain PyTorch and bare GEMMs.
 
     python -m benchmarks bench_linear_grpo_loss [--quick] [--rounds 5] [--heads 49152x576 151936x1024]
-                                                [--prompt 1 128] [--dead 0 0.4] [--sequences 8] [--peers trl]
+                                                [--batches 1:0 128:0 128:0.4] [--sequences 8] [--peers trl]
 
 Every variant gets the same hidden states [B, P + C, D], the output of a graph as from a model, the same weight, tokens,
 advantages and old log-probs, and hands back the gradient of all of hidden and, where the head is trainable, of the
-weight. A prompt of 1 token is the least there is: something has to predict the first token of a completion.
+weight. A batch is named by its prompts' length and the share of its sequences whose advantage is 0 (rounded to whole
+sequences). A prompt of 1 token is the least there is: something has to predict the first token of a completion.
 
 What each of them multiplies, from its source, and held to it by the column `gemms` (measured: the FLOPs of all matrix
 products over 2 V D times the rows named here):
@@ -15,10 +16,10 @@ products over 2 V D times the rows named here):
   drops these positions only on devices with Triton, cuda and xpu; elsewhere every position but the last goes in
   (trl/trainer/utils.py:1618, 1642). So what prompts cost TRL here says nothing about a GPU. There are 4 GEMMs, 3 with a
   frozen head, since the backward makes the logits again (trl/kernels/chunked_logprob.py:356, 425), in tiles of 4096
-  tokens x 32768 of the vocabulary; the entropy is asked for in every forward (trl/trainer/grpo_trainer.py:1071).
+  tokens x 32768 of the vocabulary; the entropy is asked for in every forward (trl/trainer/grpo_trainer.py:1072).
 * Liger 0.8.5: B C rows, 4 or 3 GEMMs, one sequence at a time (chunk_size 1, liger_kernel/chunked_loss/
-  fused_linear_ppo.py:381) in tiles of 4096 of the vocabulary (:9). TRL up to 1.9 gave it the last C hidden states that
-  predict (grpo_trainer.py:1336 of 1.9.0), compiled as by default.
+  fused_linear_ppo.py:381) in tiles of 4096 of the vocabulary (:9). TRL, while it used it, gave it the C hidden states
+  that predict (trl/trainer/grpo_trainer.py:1336 and 2885 of 1.9.0), compiled, which is the default.
 * plain PyTorch: B C rows, 3 or 2 GEMMs, all logits in memory.
 
 Nobody but grpo_fast leaves out sequences whose advantage is 0. The roof is the bare GEMMs of the rows with a gradient,
@@ -96,12 +97,12 @@ class Case:
 
 
 def cases(
-    vocab: int, hidden_size: int, count: int, prompts: list[int], dead_shares: list[float], completion_length: int
+    vocab: int, hidden_size: int, count: int, batches: list[tuple[int, float]], completion_length: int
 ) -> Iterator[Case]:
     """One weight and one set of completions for all of them; float64 sees these once."""
     rng = torch.Generator().manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(vocab, hidden_size, generator=rng) * 2 / hidden_size**0.5)
-    hidden = torch.randn(count, max(prompts) + completion_length, hidden_size, generator=rng)
+    hidden = torch.randn(count, max(prompt for prompt, _ in batches) + completion_length, hidden_size, generator=rng)
     ids = torch.randint(0, vocab, hidden.shape[:2], generator=rng)
     completion = hidden[:, -completion_length - 1 : -1].flatten(0, 1).double()
     targets = ids[:, -completion_length:].flatten()
@@ -123,21 +124,20 @@ def cases(
     old_logps = (logps + 0.1 * torch.randn(logps.shape, generator=rng)).float()
     advantages = torch.randn(count, generator=rng)
 
-    for prompt in prompts:
-        for share in dead_shares:
-            live = torch.arange(count) >= round(share * count)
-            length = prompt + completion_length
-            batch = Batch(ids[:, -length:].contiguous(), advantages * live, old_logps)
-            exact_logps = logps.clone().requires_grad_()
-            exact = Batch(batch.ids, batch.advantages.double(), old_logps.double())
-            loss = policy_loss(exact_logps, exact)
-            loss.backward()
-            dlogps = exact_logps.grad.flatten()
-            hits = (targets[:, None] == some_vocab).double()
-            yield Case(
-                hidden[:, -length:].contiguous(), weight, batch, loss.detach(), rows, dlogps[rows, None] * directions,
-                some_vocab, (dlogps[:, None] * (hits - some_probs)).t() @ completion,
-            )  # fmt: skip
+    for prompt, share in batches:
+        live = torch.arange(count) >= round(share * count)
+        length = prompt + completion_length
+        batch = Batch(ids[:, -length:].contiguous(), advantages * live, old_logps)
+        exact_logps = logps.clone().requires_grad_()
+        exact = Batch(batch.ids, batch.advantages.double(), old_logps.double())
+        loss = policy_loss(exact_logps, exact)
+        loss.backward()
+        dlogps = exact_logps.grad.flatten()
+        hits = (targets[:, None] == some_vocab).double()
+        yield Case(
+            hidden[:, -length:].contiguous(), weight, batch, loss.detach(), rows, dlogps[rows, None] * directions,
+            some_vocab, (dlogps[:, None] * (hits - some_probs)).t() @ completion,
+        )  # fmt: skip
 
 
 def profiled(variant: Variant) -> tuple[int, object]:
@@ -149,8 +149,8 @@ def profiled(variant: Variant) -> tuple[int, object]:
     for event in profile.events():
         if event.name in ("aten::mm", "aten::bmm", "aten::addmm", "aten::addmm_"):
             first = int("add" in event.name)  # what is added to; behind the factors there may be an out=
-            (*batch, m, k), (*_, n) = event.input_shapes[first : first + 2]
-            flops += 2 * math.prod(batch) * m * k * n
+            (*many, m, k), (*_, n) = event.input_shapes[first : first + 2]
+            flops += 2 * math.prod(many) * m * k * n
     return flops, result
 
 
@@ -164,6 +164,14 @@ def gemm_rows(name: str, batch: Batch) -> int:
     return sequences * batch.completion
 
 
+def examine(case: Case, variant: Variant, is_loss: bool) -> tuple[int, int, dict[str, str]]:
+    """FLOPs, peak bytes and errors, from two calls; the first one compiles what there is to compile."""
+    flops, result = profiled(variant)
+    errors = case.errors(*result) if is_loss else dict.fromkeys(ERRORS, "-")
+    del result
+    return flops, peak_bytes(variant), errors
+
+
 def measure(case: Case, candidates: dict[str, Loss], rounds: int) -> list[dict[str, object]]:
     vocab, hidden_size = case.weight.shape
     roofs, variants = {}, {}
@@ -174,11 +182,13 @@ def measure(case: Case, candidates: dict[str, Loss], rounds: int) -> list[dict[s
         chunk = WORKSPACE_BYTES // (4 * vocab)
         for name, size in (("gemms at once", case.live_hidden.shape[0]), ("gemms in chunks", chunk)):
             roofs[name, trainable] = Variant(name, bare_gemms(case.live_hidden, case.weight, trainable, size))
+    every = {**roofs, **variants}
     load = load_average()
-    interleave([*variants.values(), *roofs.values()], rounds)
+    checked = {key: examine(case, v, key[0] in candidates) for key, v in every.items()}
+    interleave(list(every.values()), rounds, warm_up=False)
 
     table = []
-    for (name, trainable), v in {**roofs, **variants}.items():
+    for (name, trainable), v in every.items():
         roof = min(r.median for (_, kind), r in roofs.items() if kind == trainable)
         rows = gemm_rows(name, case.batch)
         row: dict[str, object] = {
@@ -197,43 +207,50 @@ def measure(case: Case, candidates: dict[str, Loss], rounds: int) -> list[dict[s
         for peer in ("trl", "liger", "plain"):
             theirs = variants.get((peer, trainable))
             row[f"times_faster_than_{peer}"] = f"{theirs.median / v.median:.2f}" if theirs else "-"
-        flops, result = profiled(v)
+        flops, peak, errors = checked[name, trainable]
         row |= {
             "share_of_gemms": f"{roof / v.median:.0%}",
             "gemm_rows": rows,
             "gemms": f"{flops / (2 * vocab * hidden_size * rows):.2f}",
+            "peak_mib": f"{peak / 2**20:.0f}",
+            **errors,
         }
-        row |= case.errors(*result) if name in candidates else dict.fromkeys(ERRORS, "-")
-        del result
-        row["peak_mib"] = f"{peak_bytes(v) / 2**20:.0f}"
         table.append({**row, "rounds": rounds, "load_before": load})
     return table
 
 
-def head(text: str) -> tuple[int, int]:
+def head_shape(text: str) -> tuple[int, int]:
     """ "49152x576" -> (49152, 576): vocabulary and hidden size."""
     vocab, hidden_size = text.split("x")
     return int(vocab), int(hidden_size)
+
+
+def batch_shape(text: str) -> tuple[int, float]:
+    """ "128:0.4" -> (128, 0.4): prompt length and share of sequences without an advantage."""
+    prompt, dead = text.split(":")
+    if int(prompt) < 1:
+        raise argparse.ArgumentTypeError(f"expected a prompt of at least 1 token, got {prompt}")
+    return int(prompt), float(dead)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="3 rounds of one small case, no CSV")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--heads", type=head, nargs="+", default=[(49152, 576), (151936, 1024)], metavar="VxD")
-    parser.add_argument("--prompt", type=int, nargs="+", default=[1, 128], help="tokens, at least 1")
-    parser.add_argument("--dead", type=float, nargs="+", default=[0.0, 0.4], help="share of sequences of advantage 0")
+    parser.add_argument("--heads", type=head_shape, nargs="+", default=[(49152, 576), (151936, 1024)], metavar="VxD")
+    default = [(1, 0.0), (128, 0.0), (128, 0.4)]
+    parser.add_argument("--batches", type=batch_shape, nargs="+", default=default, metavar="PROMPT:DEAD")
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS)
     parser.add_argument("--output", default="bench_linear_grpo_loss", help="name of the CSV in benchmarks/results")
     args = parser.parse_args()
     if args.quick:
-        args.heads, args.prompt, args.dead, args.rounds = [(8192, 256)], [32], [0.4], 3
+        args.heads, args.batches, args.rounds = [(8192, 256)], [(32, 0.4)], 3
 
     candidates = {n: loss for n, loss in losses(WORKSPACE_BYTES).items() if n == "grpo_fast" or n in args.peers}
     rows = []
     for vocab, hidden_size in args.heads:
-        for case in cases(vocab, hidden_size, args.sequences, args.prompt, args.dead, COMPLETION):
+        for case in cases(vocab, hidden_size, args.sequences, args.batches, COMPLETION):
             rows.append(measure(case, candidates, args.rounds))
             print_table(rows[-1])
     if not args.quick:

@@ -22,7 +22,7 @@ def candidates():
 @pytest.fixture
 def case():
     """Two of the four sequences have no advantage."""
-    return next(cases(V, D, SEQUENCES, [PROMPT], [0.5], COMPLETION))
+    return next(cases(V, D, SEQUENCES, [(PROMPT, 0.5)], COMPLETION))
 
 
 @pytest.mark.parametrize("trainable", [True, False])
