@@ -11,7 +11,7 @@ import runpy
 import sys
 from pathlib import Path
 
-NAMES = ("bench_grpo_loss", "sass", "demo_seeds", "report")
+NAMES = ("bench_grpo_loss", "bench_linear_grpo_loss", "sass", "demo_seeds", "report")
 
 
 def overview() -> str:
@@ -19,7 +19,7 @@ def overview() -> str:
     lines = []
     for name in NAMES:
         source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
-        lines.append(f"  {name:16} {ast.get_docstring(ast.parse(source)).splitlines()[0]}")
+        lines.append(f"  {name:22} {ast.get_docstring(ast.parse(source)).splitlines()[0]}")
     return "\n".join([__doc__, *lines])
 
 

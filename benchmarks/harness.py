@@ -46,9 +46,9 @@ class Variant:
         return (high - low) / self.median
 
 
-def interleave(variants: list[Variant], rounds: int, seed: int = 0) -> None:
+def interleave(variants: list[Variant], rounds: int, seed: int = 0, warm_up: bool = True) -> None:
     """One untimed call of each (compilation, first touch), then `rounds` timed ones in shuffled order."""
-    for variant in variants:
+    for variant in variants if warm_up else ():
         variant.prepare()
         variant.run()
     order, rng = list(variants), random.Random(seed)
@@ -88,7 +88,7 @@ def _status(key: str) -> int:
 
 def machine() -> dict[str, str]:
     """Device, threads, versions, commit and date, as columns of a CSV."""
-    versions = ["torch", "trl", "triton"]
+    versions = ["torch", "trl", "liger-kernel", "triton"]
     return {
         "device": _cpu_name(),
         "threads": str(torch.get_num_threads()),

@@ -42,6 +42,38 @@ def loss_table() -> str:
     return f"{markdown(header, lines)}\n\n{made}"
 
 
+def head_table() -> str:
+    """The fused lm_head, forward and backward: grpo_fast's line of each case, with what its peers need beside it."""
+    results = rows("bench_linear_grpo_loss.csv")
+    case_of = ("vocab", "hidden", "sequences", "prompt", "completion", "dead", "head")
+    variants = {(*(r[name] for name in case_of), r["variant"]): r for r in results}
+    header = (
+        "V x D", "sequences", "prompt + completion", "advantage 0", "head", "median ms", "TRL / ours", "Liger / ours",
+        "plain PyTorch / ours", "of the bare GEMMs", "peak MiB", "TRL", "Liger", "plain", "worst error",
+    )  # fmt: skip
+    lines = []
+    for *case, name in variants:
+        if name != "grpo_fast":
+            continue
+        ours = variants[*case, name]
+        peers = [variants.get((*case, peer)) for peer in ("trl", "liger", "plain")]
+        speeds = (f"{ours[f'times_faster_than_{peer}']}x" for peer in ("trl", "liger", "plain"))
+        errors = (ours[f"{part}_error"] for part in ("loss", "dhidden", "dweight"))
+        lines.append((
+            f"{ours['vocab']} x {ours['hidden']}", ours["sequences"], f"{ours['prompt']} + {ours['completion']}",
+            ours["dead"], ours["head"], ours["median_ms"], *speeds, ours["share_of_gemms"], ours["peak_mib"],
+            *(peer["peak_mib"] if peer else "-" for peer in peers), max((e for e in errors if e != "-"), key=float),
+        ))  # fmt: skip
+    first = results[0]
+    made = (
+        f"{first['device']}, {first['threads']} threads, torch {first['torch']}, trl {first['trl']}, liger-kernel "
+        f"{first['liger-kernel']}, float32, {first['rounds']} interleaved rounds, {first['date']}. Peaks are above the "
+        "inputs. Every peer is given the rows it multiplies in its own trainer on a CPU; "
+        "`benchmarks/bench_linear_grpo_loss.py` says which and where that is written."
+    )
+    return f"{markdown(header, lines)}\n\n{made}"
+
+
 def demo_table() -> str:
     """The offline demo by seed."""
     header = ("seed", "held-out accuracy before", "after", "rise", "seconds")
@@ -65,8 +97,11 @@ def fill(text: str, section: str, content: str) -> str:
     return filled
 
 
+TABLES = (("demo", demo_table), ("benchmarks", loss_table), ("head", head_table), ("sass", sass_table))
+
+
 def filled(text: str) -> str:
-    for section, table in (("demo", demo_table), ("benchmarks", loss_table), ("sass", sass_table)):
+    for section, table in TABLES:
         text = fill(text, section, table())
     return text
 

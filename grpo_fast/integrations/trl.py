@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from grpo_fast.forward import find_linear_head
+from grpo_fast.heads import head_weight
 from grpo_fast.ops import LinearGRPOLoss, linear_grpo_loss, linear_token_logprobs
 
 try:
@@ -48,9 +49,9 @@ def _refuse_split(model) -> None:
 
 
 @contextlib.contextmanager
-def _own_forward(layer):
-    """Without the forward that TRL's cast_lm_head_to_fp32 gives the head, which here `in_fp32` stands for."""
-    patched = vars(layer).pop("forward", None)
+def _own_forward(layer, in_fp32: bool):
+    """Without the forward that TRL's cast_lm_head_to_fp32 has given the head."""
+    patched = vars(layer).pop("forward", None) if in_fp32 else None
     try:
         yield
     finally:
@@ -73,19 +74,21 @@ def _patch_forward(model, transform: dict, in_fp32: bool) -> None:
             return inner(*args, labels=labels, **kwargs)
         hidden = self.base_model(*args, **{**kwargs, "use_cache": False}).last_hidden_state
         layer = self.get_output_embeddings()
+        with _own_forward(layer, in_fp32):
+            weight, bias = head_weight(layer)
         precision = contextlib.nullcontext()
         if in_fp32:  # as TRL's cast_lm_head_to_fp32, which has cast the weight
             hidden, precision = hidden.float(), torch.autocast(hidden.device.type, enabled=False)
         with precision:
             if callable(fused_lm_head):
-                return fused_lm_head(hidden, layer.weight, layer.bias)
+                return fused_lm_head(hidden, weight, bias)
             targets = labels[:, 1:]
             logps, entropy = linear_token_logprobs(
                 hidden[:, :-1],
-                layer.weight,
+                weight,
                 targets,
                 targets != -100,
-                bias=layer.bias,
+                bias=bias,
                 return_entropy=True,
                 **transform,
             )
@@ -116,7 +119,7 @@ class FastGRPOMixin:
         if hasattr(model, "get_base_model"):  # a PeftModel: adapters sit inside the trunk of the model below
             model = model.get_base_model()
         _refuse_split(model)
-        with _own_forward(model.get_output_embeddings()):
+        with _own_forward(model.get_output_embeddings(), self.args.cast_lm_head_to_fp32):
             head, reason = find_linear_head(model)
         if head is None:
             raise NotImplementedError(f"model: {reason}. Leave the head out of adapters and quantisation{_INSTEAD}")
