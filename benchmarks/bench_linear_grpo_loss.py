@@ -1,7 +1,9 @@
 """linear_grpo_loss, forward and backward, against TRL, Liger, plain PyTorch and bare GEMMs.
 
-    python -m benchmarks bench_linear_grpo_loss [--quick] [--rounds 5] [--heads 49152x576 151936x1024]
+    python -m benchmarks bench_linear_grpo_loss [--quick] [--rounds 3] [--heads 49152x576 151936x1024]
                                                 [--batches 1:0 128:0 128:0.4] [--sequences 8] [--peers trl]
+
+The whole table takes half an hour on two cores.
 
 Every variant gets the same hidden states [B, P + C, D], the output of a graph as from a model, the same weight, tokens,
 advantages and old log-probs, and hands back the gradient of all of hidden and, where the head is trainable, of the
@@ -23,8 +25,10 @@ products over 2 V D times the rows named here):
 * plain PyTorch: B C rows, 3 or 2 GEMMs, all logits in memory.
 
 Nobody but grpo_fast leaves out sequences whose advantage is 0. The roof is the bare GEMMs of the rows with a gradient,
-at once or in grpo_fast's chunks, whichever is faster in this run. The default heads are those of SmolLM2-135M and
-Qwen3-0.6B. Where the profiler announces itself on stderr, KINETO_LOG_LEVEL=99 silences it.
+at once or in grpo_fast's chunks, whichever is faster in this run, into memory that is there (`share_of_gemms`), or with
+the gradients in new memory (`share_of_gemms_new_gradients`): a step hands its gradients away, so every variant has to
+make new ones, and on a CPU a fresh page costs more than the arithmetic on it. 49152 x 576 is SmolLM2-135M's head and
+151936 x 1024 Qwen3-0.6B's. Where the profiler announces itself on stderr, KINETO_LOG_LEVEL=99 silences it.
 """
 
 from __future__ import annotations
@@ -38,13 +42,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
+import grpo_fast as gf
+
 from .bench_grpo_loss import FromModel
 from .harness import Variant, interleave, load_average, peak_bytes, print_table, write_csv
 from .linear_peers import Batch, Loss, bare_gemms, losses, policy_loss
 
 COMPLETION = 64
-WORKSPACE_BYTES = 1 << 27  # linear_grpo_loss's default on a CPU, handed to it, since the bare GEMMs take its chunks
+WORKSPACE_BYTES = 1 << 28  # linear_grpo_loss's default on a CPU, handed to it, since the bare GEMMs take its chunks
 CHECKED = 16  # rows of hidden and of the weight compared with float64
+NEW_GRADIENTS = "gemms, new gradients"
 PEERS = ("trl", "liger", "liger compiled", "plain")
 ERRORS = ("loss_error", "dhidden_error", "dweight_error")
 
@@ -169,6 +176,7 @@ def examine(case: Case, variant: Variant, is_loss: bool) -> tuple[int, int, dict
     flops, result = profiled(variant)
     errors = case.errors(*result) if is_loss else dict.fromkeys(ERRORS, "-")
     del result
+    gf.release_workspace()  # what is kept between calls counts
     return flops, peak_bytes(variant), errors
 
 
@@ -179,9 +187,13 @@ def measure(case: Case, candidates: dict[str, Loss], rounds: int) -> list[dict[s
         for name, loss in candidates.items():
             if trainable or name != "liger compiled":
                 variants[name, trainable] = case.variant(name, loss, trainable)
-        chunk = WORKSPACE_BYTES // (4 * vocab)
-        for name, size in (("gemms at once", case.live_hidden.shape[0]), ("gemms in chunks", chunk)):
-            roofs[name, trainable] = Variant(name, bare_gemms(case.live_hidden, case.weight, trainable, size))
+        rows, chunk = case.live_hidden.shape[0], WORKSPACE_BYTES // (4 * vocab)
+        for name, size, new in (
+            ("gemms at once", rows, False),
+            ("gemms in chunks", chunk, False),
+            (NEW_GRADIENTS, rows, True),
+        ):
+            roofs[name, trainable] = Variant(name, bare_gemms(case.live_hidden, case.weight, trainable, size, new))
     every = {**roofs, **variants}
     load = load_average()
     checked = {key: examine(case, v, key[0] in candidates) for key, v in every.items()}
@@ -189,7 +201,7 @@ def measure(case: Case, candidates: dict[str, Loss], rounds: int) -> list[dict[s
 
     table = []
     for (name, trainable), v in every.items():
-        roof = min(r.median for (_, kind), r in roofs.items() if kind == trainable)
+        roof = min(r.median for (other, kind), r in roofs.items() if kind == trainable and other != NEW_GRADIENTS)
         rows = gemm_rows(name, case.batch)
         row: dict[str, object] = {
             "vocab": vocab,
@@ -210,6 +222,7 @@ def measure(case: Case, candidates: dict[str, Loss], rounds: int) -> list[dict[s
         flops, peak, errors = checked[name, trainable]
         row |= {
             "share_of_gemms": f"{roof / v.median:.0%}",
+            "share_of_gemms_new_gradients": f"{roofs[NEW_GRADIENTS, trainable].median / v.median:.0%}",
             "gemm_rows": rows,
             "gemms": f"{flops / (2 * vocab * hidden_size * rows):.2f}",
             "peak_mib": f"{peak / 2**20:.0f}",
@@ -236,12 +249,13 @@ def batch_shape(text: str) -> tuple[int, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="3 rounds of one small case, no CSV")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--heads", type=head_shape, nargs="+", default=[(49152, 576), (151936, 1024)], metavar="VxD")
-    default = [(1, 0.0), (128, 0.0), (128, 0.4)]
-    parser.add_argument("--batches", type=batch_shape, nargs="+", default=default, metavar="PROMPT:DEAD")
+    parser.add_argument("--rounds", type=int, default=3)
+    heads = [(vocab, hidden_size) for vocab in (49152, 151936) for hidden_size in (576, 1024)]
+    parser.add_argument("--heads", type=head_shape, nargs="+", default=heads, metavar="VxD")
+    batches = [(prompt, dead) for prompt in (1, 128) for dead in (0.0, 0.4)]
+    parser.add_argument("--batches", type=batch_shape, nargs="+", default=batches, metavar="PROMPT:DEAD")
     parser.add_argument("--sequences", type=int, default=8)
-    parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS)
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=("trl", "liger", "plain"))
     parser.add_argument("--output", default="bench_linear_grpo_loss", help="name of the CSV in benchmarks/results")
     args = parser.parse_args()
     if args.quick:

@@ -164,14 +164,24 @@ def liger_loss(compiled: bool) -> Loss:
     return loss
 
 
-def bare_gemms(hidden_ND: Tensor, weight: Tensor, trainable: bool, rows_per_chunk: int) -> Callable[[], None]:
-    """The GEMMs of a fused head and nothing else, over the rows that have a gradient, into memory that is there."""
+def bare_gemms(
+    hidden_ND: Tensor, weight: Tensor, trainable: bool, rows_per_chunk: int, new_gradients: bool = False
+) -> Callable[[], None]:
+    """The GEMMs of a fused head and nothing else, over the rows that have a gradient, into memory that is there.
+
+    new_gradients: those of hidden and weight are new memory, as whatever is handed to an optimizer is in every step.
+    """
     weight = weight.detach()
     count = hidden_ND.shape[0]
     logits_RV = torch.empty(min(count, rows_per_chunk), weight.shape[0])
-    dhidden_ND, dweight_VD = torch.empty_like(hidden_ND), torch.empty_like(weight) if trainable else None
+
+    def gradients() -> tuple[Tensor, Tensor | None]:
+        return torch.empty_like(hidden_ND), torch.empty_like(weight) if trainable else None
+
+    kept = None if new_gradients else gradients()
 
     def run() -> None:
+        dhidden_ND, dweight_VD = kept or gradients()
         for start in range(0, count, rows_per_chunk):
             hidden_RD = hidden_ND[start : start + rows_per_chunk]
             logits = logits_RV[: hidden_RD.shape[0]]

@@ -49,7 +49,8 @@ def head_table() -> str:
     variants = {(*(r[name] for name in case_of), r["variant"]): r for r in results}
     header = (
         "V x D", "sequences", "prompt + completion", "advantage 0", "head", "median ms", "TRL / ours", "Liger / ours",
-        "plain PyTorch / ours", "of the bare GEMMs", "peak MiB", "TRL", "Liger", "plain", "worst error",
+        "plain PyTorch / ours", "of the bare GEMMs (with new gradients)", "peak MiB", "TRL", "Liger",
+        "plain", "worst error",
     )  # fmt: skip
     lines = []
     for *case, name in variants:
@@ -61,7 +62,8 @@ def head_table() -> str:
         errors = (ours[f"{part}_error"] for part in ("loss", "dhidden", "dweight"))
         lines.append((
             f"{ours['vocab']} x {ours['hidden']}", ours["sequences"], f"{ours['prompt']} + {ours['completion']}",
-            ours["dead"], ours["head"], ours["median_ms"], *speeds, ours["share_of_gemms"], ours["peak_mib"],
+            ours["dead"], ours["head"], ours["median_ms"], *speeds,
+            f"{ours['share_of_gemms']} ({ours['share_of_gemms_new_gradients']})", ours["peak_mib"],
             *(peer["peak_mib"] if peer else "-" for peer in peers), max((e for e in errors if e != "-"), key=float),
         ))  # fmt: skip
     first = results[0]

@@ -12,6 +12,7 @@ from grpo_fast.ops import (
     linear_grpo_loss,
     linear_policy_loss,
     linear_token_logprobs,
+    release_workspace,
     set_debug,
     token_logprobs,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "linear_grpo_loss",
     "linear_policy_loss",
     "linear_token_logprobs",
+    "release_workspace",
     "set_debug",
     "token_logprobs",
 ]

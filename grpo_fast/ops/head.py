@@ -6,6 +6,8 @@ the N tokens, in ascending order. Weight and bias gradients are accumulated in f
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -83,6 +85,31 @@ def plan(rows: Tensor, rows_per_chunk: int, sequences: Sequences | None = None) 
     return chunks
 
 
+# Every page of new memory costs a CPU about as much as the softmax of its logits: the workspace is kept, one a thread.
+_kept = threading.local()
+_KEPT_BYTES = 1 << 28
+
+
+def _take_memory(size: int, device: torch.device) -> Tensor:
+    """At least `size` bytes, for its taker alone until it gives them back."""
+    if device.type == "cpu":
+        memory = vars(_kept).pop("memory", None)
+        if memory is not None and memory.shape[0] >= size:
+            return memory
+    with torch.inference_mode(False):  # else it could not be written to outside of it later
+        return torch.empty(size, dtype=torch.uint8, device=device)
+
+
+def release_workspace() -> None:
+    """Free the workspace of head chunks that this thread keeps on the CPU, at most 256 MiB."""
+    vars(_kept).clear()
+
+
+def _keep_memory(memory: Tensor) -> None:
+    if memory.device.type == "cpu" and memory.shape[0] <= _KEPT_BYTES:
+        _kept.memory = memory
+
+
 class Head:
     """hidden @ weight.T + bias for some rows, in one workspace of at most rows_per_chunk x V."""
 
@@ -91,15 +118,15 @@ class Head:
         self.valid = valid[:, None]
         self.operand = weight.to(how.dtype)
         self._wide_operand: Tensor | None = None
-        self._workspace: Tensor | None = None
+        self._memory: Tensor | None = None
 
     def rows(self, rows: Tensor) -> Tensor:
         """(R, D) of hidden. A masked row may hold NaN, which its zero coefficient would not keep out of dweight."""
         return torch.where(self.valid[rows], self.hidden[rows], 0.0).to(self.how.dtype)
 
-    def logits(self, hidden_RD: Tensor) -> Tensor:
-        """(R, V) in the workspace: the next call overwrites them."""
-        logits_RV = self.workspace(hidden_RD.shape[0])
+    def logits(self, hidden_RD: Tensor, out: Tensor | None = None) -> Tensor:
+        """(R, V), in the workspace unless `out` is given: the next call overwrites them."""
+        logits_RV = self.workspace(hidden_RD.shape[0]) if out is None else out
         if self.how.logits_dtype == self.how.dtype:
             torch.mm(hidden_RD, self.operand.t(), out=logits_RV)
         elif hidden_RD.device.type == "cuda":
@@ -114,9 +141,17 @@ class Head:
 
     def workspace(self, num_rows: int) -> Tensor:
         """(num_rows, V), of any content."""
-        if self._workspace is None or self._workspace.shape[0] < num_rows:
-            self._workspace = self.operand.new_empty(num_rows, self.weight.shape[0], dtype=self.how.logits_dtype)
-        return self._workspace[:num_rows]
+        shape = (num_rows, self.weight.shape[0])
+        size = math.prod(shape) * self.how.logits_dtype.itemsize
+        if self._memory is None or self._memory.shape[0] < size:
+            self._memory = _take_memory(size, self.hidden.device)
+        return self._memory[:size].view(self.how.logits_dtype).view(shape)
+
+    def close(self) -> None:
+        """No more logits."""
+        if self._memory is not None:
+            _keep_memory(self._memory)
+            self._memory = None
 
 
 class HeadGrads:

@@ -119,6 +119,7 @@ def walk(
                 part, hidden_RD, logits_RV = part.start + keep, hidden_RD[keep], move_up(logits_RV, keep)
             stats.differentiate(part, logits_RV, g, g_entropy)
             grads.add(chunk.rows[part], hidden_RD, logits_RV)
+    head.close()
     return loss.float(), logps, entropy if want_entropy else entropy.new_empty(0), *grads.finish()
 
 

@@ -86,12 +86,14 @@ def _linear_row_stats(
     head = Head(hidden, weight, bias, valid, how)
     grads = HeadGrads(head, (unit == "hidden", False, False))
     whole = [torch.zeros(ids.shape, dtype=torch.float32, device=ids.device) for _ in range(4)]
-    logits_RV = head.workspace(0)
+    units = None
+    if unit == "logits":
+        units = torch.empty(rows.shape[0], weight.shape[0], dtype=how.logits_dtype, device=hidden.device)
     for chunk in plan(rows, rows.shape[0] if unit == "logits" else how.rows_per_chunk):
         stats = RowStats(chunk.rows, ids, valid, want_entropy, transform, how.backend)
         everything = slice(0, chunk.rows.shape[0])
         hidden_RD = head.rows(chunk.rows)
-        logits_RV = head.logits(hidden_RD)
+        logits_RV = head.logits(hidden_RD, units)
         stats.collect(everything, logits_RV)
         for vector, values in zip(whole, (stats.logps, stats.entropy, stats.row_max, stats.row_sum), strict=True):
             if values is not None:
@@ -100,8 +102,10 @@ def _linear_row_stats(
             stats.differentiate(everything, logits_RV, torch.ones_like(stats.logps), None)
         if unit == "hidden":
             grads.add(chunk.rows, hidden_RD, logits_RV)
+    head.close()
     logps, entropy, row_max, row_sum = whole
-    units = logits_RV if unit == "logits" else grads.finish()[0]
+    if unit != "logits":
+        units = grads.finish()[0]
     return logps, entropy if want_entropy else entropy.new_empty(0), row_max, row_sum, units
 
 
@@ -136,6 +140,7 @@ def _linear_row_grad(
         g_R, g_entropy_R = (None if v is None else v[chunk.rows] for v in (g, g_entropy))
         stats.differentiate(slice(0, chunk.rows.shape[0]), logits_RV, g_R, g_entropy_R)
         grads.add(chunk.rows, hidden_RD, logits_RV)
+    head.close()
     return tuple(grads.finish())
 
 
@@ -155,6 +160,7 @@ def _linear_unit_grad(hidden, weight, bias, rows, valid, units, g, need_hidden, 
         torch.mul(units[done : done + len(scaled_RV)], g[chunk.rows][:, None], out=scaled_RV)
         grads.add(chunk.rows, head.rows(chunk.rows), scaled_RV)
         done += len(scaled_RV)
+    head.close()
     return tuple(grads.finish())
 
 

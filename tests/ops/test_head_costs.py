@@ -13,6 +13,7 @@ from torch.profiler import profile
 from torch.utils.flop_counter import FlopCounterMode
 
 import grpo_fast as gf
+from grpo_fast.ops import head as head_module
 from grpo_fast.ops import linear_library
 
 BACKENDS = [b for b in problems.backends_here() if b != "reference"]
@@ -185,6 +186,11 @@ def test_the_profiler_sees_the_same(monkeypatch):
     assert counted == 3 * 8 * F
 
 
+@pytest.fixture
+def no_kept_workspace():
+    gf.release_workspace()
+
+
 def large(function, hidden, weight, size, train=("hidden", "weight")):
     """How many results of at least `size` bytes are made, and the sizes of all of them."""
     hidden, weight = hidden.clone(), weight.clone()
@@ -199,7 +205,7 @@ def large(function, hidden, weight, size, train=("hidden", "weight")):
 
 @pytest.mark.parametrize("options", [{}, SEQUENCE], ids=["token", "sequence"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_one_workspace_and_one_gradient(backend, options):
+def test_one_workspace_and_one_gradient(backend, options, no_kept_workspace):
     """The logits of all rows never exist; the workspace is made once, and so is the weight's gradient."""
     hidden, weight, arguments = batch()
     loss = grpo(arguments, backend=backend, workspace_bytes=4 * V * 2 * T, **options)
@@ -210,6 +216,9 @@ def test_one_workspace_and_one_gradient(backend, options):
     assert sizes.count(dweight) == 1
     _, sizes = large(loss, hidden, weight, 1, train=("hidden",))
     assert sizes.count(dweight) == 0, "B39: no [V, D] for a frozen head"
+    assert sizes.count(workspace) == 0, "kept from the call before"
+    gf.release_workspace()
+    _, sizes = large(loss, hidden, weight, 1, train=("hidden",))
     assert sizes.count(workspace) == 1
 
 
@@ -236,3 +245,48 @@ def test_chunks_fit_the_workspace(backend, dtype, monkeypatch):
         backend=backend,
     )
     assert sizes == [4, 4, 4, 3, 3, 3]
+
+
+def test_a_kept_workspace_belongs_to_one_call(no_kept_workspace):
+    """An objective may itself call the head: what it computes there must not land in the logits of the outer call."""
+    hidden, weight, arguments = batch()
+    ids, advantages = arguments["token_ids"], arguments["advantages"]
+
+    def nested(logps, a):
+        gf.linear_token_logprobs(torch.randn(1, 4, D), torch.randn(V, D), torch.zeros(1, 4, dtype=torch.int64))
+        return -a * logps
+
+    grads = []
+    for objective in (lambda logps, a: -a * logps, nested, nested):
+        leaf = weight.clone().requires_grad_()
+        gf.linear_policy_loss(hidden, leaf, ids, objective, {"a": advantages}).loss.backward()
+        grads.append(leaf.grad)
+    assert torch.equal(grads[0], grads[1])
+    assert torch.equal(grads[0], grads[2])
+
+
+def test_a_workspace_kept_in_inference_mode_serves_training(no_kept_workspace):
+    hidden, weight, arguments = batch()
+    with torch.inference_mode():
+        gf.linear_token_logprobs(hidden, weight, arguments["token_ids"])
+    gf.linear_grpo_loss(hidden, weight.requires_grad_(), **arguments).loss.backward()
+    assert weight.grad.isfinite().all()
+
+
+def test_a_large_workspace_is_not_kept(no_kept_workspace, monkeypatch):
+    hidden, weight, arguments = batch()
+    monkeypatch.setattr(head_module, "_KEPT_BYTES", 100)
+    gf.linear_token_logprobs(hidden, weight, arguments["token_ids"])
+    assert not vars(head_module._kept)
+
+
+def test_units_outlive_the_workspace(no_kept_workspace):
+    """save_unit_grads keeps what the next call must not overwrite."""
+    hidden, weight, arguments = batch()
+    leaf, again = weight.clone().requires_grad_(), weight.clone().requires_grad_()
+    ids = arguments["token_ids"]
+    logps = gf.linear_token_logprobs(hidden, leaf, ids, save_unit_grads=True)
+    gf.linear_token_logprobs(hidden * 2, weight, ids)
+    logps.sum().backward()
+    gf.linear_token_logprobs(hidden, again, ids).sum().backward()
+    assert problems.relative_error(leaf.grad, again.grad) < 2e-6
