@@ -49,7 +49,7 @@ from .harness import Variant, interleave, load_average, peak_bytes, print_table,
 from .linear_peers import Batch, Loss, bare_gemms, losses, policy_loss
 
 COMPLETION = 64
-WORKSPACE_BYTES = 1 << 28  # linear_grpo_loss's default on a CPU, handed to it, since the bare GEMMs take its chunks
+WORKSPACE_BYTES = 1 << 29  # linear_grpo_loss's default on a CPU, handed to it, since the bare GEMMs take its chunks
 CHECKED = 16  # rows of hidden and of the weight compared with float64
 NEW_GRADIENTS = "gemms, new gradients"
 PEERS = ("trl", "liger", "liger compiled", "plain")

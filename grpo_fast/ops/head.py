@@ -87,7 +87,7 @@ def plan(rows: Tensor, rows_per_chunk: int, sequences: Sequences | None = None) 
 
 # Every page of new memory costs a CPU about as much as the softmax of its logits: the workspace is kept, one a thread.
 _kept = threading.local()
-_KEPT_BYTES = 1 << 28
+_KEPT_BYTES = 1 << 29
 
 
 def _take_memory(size: int, device: torch.device) -> Tensor:
@@ -101,7 +101,7 @@ def _take_memory(size: int, device: torch.device) -> Tensor:
 
 
 def release_workspace() -> None:
-    """Free the workspace of head chunks that this thread keeps on the CPU, at most 256 MiB."""
+    """Free the workspace of head chunks that this thread keeps on the CPU, at most 512 MiB."""
     vars(_kept).clear()
 
 

@@ -15,7 +15,7 @@ from grpo_fast.ops.reference import row_logprobs
 
 # Default workspace of the logits chunk: large enough that the GEMMs run at full speed and the fp32 weight gradient is
 # read and written a few times only, small beside the weight and its gradient.
-_WORKSPACE_BYTES = {"cuda": 1 << 30, "cpu": 1 << 28}
+_WORKSPACE_BYTES = {"cuda": 1 << 30, "cpu": 1 << 29}
 
 
 def head_options(

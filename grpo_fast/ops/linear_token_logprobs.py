@@ -45,7 +45,7 @@ def linear_token_logprobs(
             of the entropy, where it is used, computes the logits again.
         bias: [V], added to the logits first.
         workspace_bytes: size of the logits chunk; the result depends on it to rounding only. On the CPU a bf16 or fp16
-            chunk has an fp32 copy beside it for the weight's gradient. Default: 1 GiB on a GPU, 256 MiB on the CPU
+            chunk has an fp32 copy beside it for the weight's gradient. Default: 1 GiB on a GPU, 512 MiB on the CPU
             (kept for the next call, see release_workspace).
         fp32_logits: keep the chunk in fp32 where the GEMMs are bf16: products accumulate in fp32 anyway, and are then
             not rounded to bf16 before the softmax. Twice the workspace per row, and a bf16 copy for the gradients.
