@@ -33,8 +33,11 @@ class LinearRowLogprobs(torch.autograd.Function):
         logps, entropy, row_max, row_sum, units = linear_library.linear_row_stats(
             hidden, weight, bias, rows, ids, valid, *transform, want_entropy, unit, *how
         )
-        ctx.save_for_backward(hidden, weight, bias, rows, ids, valid, row_max, row_sum, logps, entropy, units)
+        recomputes = unit != "hidden" or want_entropy
+        saved = (hidden, weight, bias, rows, ids, valid, row_max, row_sum, logps, entropy)
+        ctx.save_for_backward(*(v if recomputes else None for v in saved), units)
         ctx.args = (transform, want_entropy, unit, how)
+        ctx.dtypes = [None if v is None else v.dtype for v in (hidden, weight, bias)]
         ctx.set_materialize_grads(False)
         return logps, entropy
 
@@ -44,11 +47,11 @@ class LinearRowLogprobs(torch.autograd.Function):
         transform, want_entropy, unit, how = ctx.args
         hidden, weight, bias, rows, ids, valid, row_max, row_sum, logps, entropy, units = ctx.saved_tensors
         need = ctx.needs_input_grad[:3]
-        g = torch.zeros_like(logps) if g_logps is None else g_logps.contiguous()
+        g = torch.zeros_like(g_entropy) if g_logps is None else g_logps.contiguous()
         if not want_entropy or g_entropy is None:
             entropy = g_entropy = None
         if g_entropy is None and unit == "hidden":
-            grads = ((units * g[:, None]).to(hidden.dtype), None, None)
+            grads = (units * g[:, None], None, None)
         elif g_entropy is None and unit == "logits":
             grads = linear_library.linear_unit_grad(hidden, weight, bias, rows, valid, units, g, *need, *how)
         else:
@@ -56,7 +59,7 @@ class LinearRowLogprobs(torch.autograd.Function):
                 hidden, weight, bias, rows, ids, valid, row_max, row_sum, logps, entropy, g, g_entropy, *need,
                 *transform, *how,
             )  # fmt: skip
-        return *_in_dtypes(grads, (hidden, weight, bias), need), *[None] * 8
+        return *_in_dtypes(grads, ctx.dtypes, need), *[None] * 8
 
 
 class FusedLinearLoss(torch.autograd.Function):
@@ -70,22 +73,22 @@ class FusedLinearLoss(torch.autograd.Function):
         need = ctx.needs_input_grad[:3]
         loss, logps, entropy, *grads = walk(hidden, weight, bias, *args[:num_args], *need, *args[num_args:])
         ctx.save_for_backward(*grads)
-        dtypes = [t.dtype if n else None for t, n in zip((hidden, weight, bias), need, strict=True)]
-        ctx.args = (need, backend, dtypes, len(args))
+        ctx.args = (need, backend, len(args))
+        ctx.dtypes = [None if v is None else v.dtype for v in (hidden, weight, bias)]
         ctx.mark_non_differentiable(logps, entropy)
         return loss, logps, entropy
 
     @staticmethod
     @differentiable_once
     def backward(ctx, g_loss, *_):
-        need, backend, dtypes, num_args = ctx.args
+        need, backend, num_args = ctx.args
         grads = [
-            scale_grad(grad, g_loss, False, backend).to(dtype) if needed else None
-            for grad, needed, dtype in zip(ctx.saved_tensors, need, dtypes, strict=True)
+            scale_grad(grad, g_loss, False, backend) if needed else None
+            for grad, needed in zip(ctx.saved_tensors, need, strict=True)
         ]
-        return *grads, *[None] * (3 + num_args)
+        return *_in_dtypes(grads, ctx.dtypes, need), *[None] * (3 + num_args)
 
 
-def _in_dtypes(grads, tensors, need):
-    """float16 gradients arrive in float32."""
-    return [grad.to(t.dtype) if n else None for grad, t, n in zip(grads, tensors, need, strict=True)]
+def _in_dtypes(grads, dtypes, need):
+    """float16 gradients arrive in float32, and a product with g is float32 too."""
+    return [grad.to(dtype) if n else None for grad, dtype, n in zip(grads, dtypes, need, strict=True)]

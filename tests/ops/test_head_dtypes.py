@@ -13,7 +13,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIXES = [*itertools.product(DTYPES, repeat=2)]
 # Logits of about 3, rounded in the dtype of the products, by which log-probs and gradients are off.
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
-OPTIONS = {"one sweep": {}, "two sweeps": {"loss_type": "cispo", "epsilon_high": 5.0}}
+OPTIONS = {"grpo": {}, "cispo": {"loss_type": "cispo", "epsilon_high": 5.0}}
 
 
 def tensors_of(problem, hidden_dtype, weight_dtype, bias_dtype):
@@ -94,3 +94,35 @@ def test_float64_stays_float64(dtypes, autocast):
     for leaf, wanted in zip(leaves, exact, strict=True):
         assert leaf.grad.dtype == leaf.dtype
         assert problems.relative_error(leaf.grad, wanted.grad) < max(1e-12, torch.finfo(leaf.dtype).eps)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("backend", [b for b in problems.backends_here() if b != "reference"])
+def test_logits_may_stay_fp32(backend, dtype):
+    """bf16 operands, and nothing rounded to bf16 before the softmax; the gradient's products are bf16 still."""
+    problem = problems.make(all_valid=True)
+    hidden, weight, _ = tensors_of(problem, dtype, dtype, torch.float32)
+    arguments = {"token_ids": problem["token_ids"], "advantages": torch.randn(3)}
+    exact = [t.double().requires_grad_() for t in (hidden, weight)]
+    expected = gf.linear_grpo_loss(*exact, **arguments)
+    expected.loss.backward()
+    logps = []
+    for fp32_logits in (True, False):
+        leaves = [t.clone().requires_grad_() for t in (hidden, weight)]
+        out = gf.linear_grpo_loss(*leaves, **arguments, fp32_logits=fp32_logits, backend=backend)
+        out.loss.backward()
+        for leaf, wanted in zip(leaves, exact, strict=True):
+            assert leaf.grad.dtype == dtype
+            assert problems.relative_error(leaf.grad, wanted.grad) < TOLERANCES[dtype]
+        logps.append(out.logps)
+        other = gf.linear_token_logprobs(
+            hidden, weight, arguments["token_ids"], fp32_logits=fp32_logits, backend=backend
+        )
+        own = gf.linear_policy_loss(
+            hidden, weight, arguments["token_ids"], lambda logps: logps, {}, fp32_logits=fp32_logits, backend=backend
+        )
+        assert torch.equal(other, out.logps)
+        assert torch.equal(own.logps, out.logps)
+    assert problems.relative_error(logps[0], expected.logps) < 2e-6
+    if dtype == torch.bfloat16:
+        assert problems.relative_error(logps[1], expected.logps) > 1e-4
