@@ -6,6 +6,7 @@ the N tokens, in ascending order. Weight and bias gradients are accumulated in f
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Callable
@@ -64,6 +65,7 @@ def plan(rows: Tensor, rows_per_chunk: int, sequences: Sequences | None = None) 
 
     On a GPU, `sequences` costs one host synchronisation: how many of each one's tokens are among the rows.
     """
+    rows_per_chunk = max(1, rows_per_chunk)
     if sequences is None:
         count = -(-rows.shape[0] // rows_per_chunk)
         return [Chunk(part) for part in rows.tensor_split(count)] if count else []
@@ -101,12 +103,12 @@ def _take_memory(size: int, device: torch.device) -> Tensor:
 
 
 def release_workspace() -> None:
-    """Free the workspace of head chunks that this thread keeps on the CPU, at most 512 MiB."""
+    """Free the logits workspace that the calling thread keeps for its next head on the CPU, at most 512 MiB."""
     vars(_kept).clear()
 
 
 def _keep_memory(memory: Tensor) -> None:
-    if memory.device.type == "cpu" and memory.shape[0] <= _KEPT_BYTES:
+    if memory.device.type == "cpu" and type(memory) is Tensor and memory.shape[0] <= _KEPT_BYTES:
         _kept.memory = memory
 
 
@@ -117,7 +119,6 @@ class Head:
         self.hidden, self.weight, self.bias, self.how = hidden, weight, bias, how
         self.valid = valid[:, None]
         self.operand = weight.to(how.dtype)
-        self._wide_operand: Tensor | None = None
         self._memory: Tensor | None = None
 
     def rows(self, rows: Tensor) -> Tensor:
@@ -131,13 +132,16 @@ class Head:
             torch.mm(hidden_RD, self.operand.t(), out=logits_RV)
         elif hidden_RD.device.type == "cuda":
             torch.mm(hidden_RD, self.operand.t(), out_dtype=self.how.logits_dtype, out=logits_RV)
-        else:  # the CPU has no product of half-precision operands with a float32 result
-            if self._wide_operand is None:
-                self._wide_operand = self.operand.to(self.how.logits_dtype)
-            torch.mm(hidden_RD.to(self.how.logits_dtype), self._wide_operand.t(), out=logits_RV)
+        else:
+            torch.mm(hidden_RD.to(self.how.logits_dtype), self.wide_operand.t(), out=logits_RV)
         if self.bias is not None:
             logits_RV += self.bias.to(self.how.logits_dtype)
         return logits_RV
+
+    @functools.cached_property
+    def wide_operand(self) -> Tensor:
+        """The weight in float32: the CPU has no product of half-precision operands with a float32 result."""
+        return self.operand.float()
 
     def workspace(self, num_rows: int) -> Tensor:
         """(num_rows, V), of any content."""
@@ -165,7 +169,7 @@ class HeadGrads:
         self.head, self.need = head, need
         self.keeps_fp32 = head.how.dtype == torch.float16
         dtype = torch.float32 if self.keeps_fp32 else head.hidden.dtype
-        self.hidden = torch.zeros_like(head.hidden, dtype=dtype) if need[0] else None
+        self.hidden = torch.zeros(head.hidden.shape, dtype=dtype, device=head.hidden.device) if need[0] else None
         self.weight: Tensor | None = None  # by the first chunk, so that nothing is zeroed and read for it
         self.bias: Tensor | None = None
 
@@ -182,13 +186,18 @@ class HeadGrads:
             if size is None:
                 dhidden_RD = dlogits_RV @ self.head.operand
             else:
-                dhidden_RD = _mm_fp32(dlogits_RV, self.head.operand) * size
+                dhidden_RD = self._times_weight_fp32(dlogits_RV) * size
             self.hidden[rows] = dhidden_RD.to(self.hidden.dtype)
         if need_weight:
             self.weight = _accumulate(self.weight, dlogits_RV.t(), hidden_RD, size)
         if need_bias:
             dbias_V = dlogits_RV.sum(0, dtype=torch.float32) * (1.0 if size is None else size)
             self.bias = dbias_V if self.bias is None else self.bias + dbias_V
+
+    def _times_weight_fp32(self, dlogits_RV: Tensor) -> Tensor:
+        if dlogits_RV.device.type == "cuda":
+            return torch.mm(dlogits_RV, self.head.operand, out_dtype=torch.float32)
+        return dlogits_RV.float() @ self.head.wide_operand
 
     def finish(self) -> list[Tensor]:
         """In the parameters' dtypes, or all in float32 (`keeps_fp32`); empty where not needed."""
@@ -200,27 +209,25 @@ class HeadGrads:
                 results.append(head.hidden.new_empty(0))
                 continue
             dtype = torch.float32 if self.keeps_fp32 else parameter.dtype
-            results.append(torch.zeros_like(parameter, dtype=dtype) if grad is None else grad.to(dtype))
+            if grad is None:  # no row had one
+                grad = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+            results.append(grad.to(dtype))
         return results
-
-
-def _mm_fp32(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b of half-precision operands with fp32 accumulation and an fp32 result."""
-    if a.device.type == "cuda":
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return a.float() @ b.float()
 
 
 def _accumulate(total: Tensor | None, a: Tensor, b: Tensor, scale: Tensor | None) -> Tensor:
     """total + a @ b * scale in fp32: rounding each chunk's product would bias the sum."""
-    if a.dtype != torch.float32 and (total is None or scale is not None or a.device.type == "cuda"):
-        product = _mm_fp32(a, b)
-        if scale is not None:
-            product *= scale
-        return product if total is None else total.add_(product)
-    if total is None:
-        return a @ b
-    return total.addmm_(a.float(), b.float())
+    if total is not None and scale is None:
+        if a.device.type == "cuda" and a.dtype != torch.float32:
+            return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+        return total.addmm_(a.float(), b.float())
+    if a.device.type == "cuda" and a.dtype != torch.float32:
+        product = torch.mm(a, b, out_dtype=torch.float32)
+    else:
+        product = a.float() @ b.float()
+    if scale is not None:
+        product *= scale
+    return product if total is None else total.add_(product)
 
 
 def _power_of_two_below(values: Tensor) -> Tensor:

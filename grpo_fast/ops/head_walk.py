@@ -25,7 +25,10 @@ def _autograd_inside_an_op(device_type: str):
     """Autograd for an op's own use: a compiled graph calls its ops below the autograd keys."""
     key = getattr(torch._C.DispatchKey, f"Autograd{device_type.upper()}")
     excluded = torch._C._dispatch_tls_local_exclude_set().remove(key).remove(torch._C.DispatchKey.ADInplaceOrView)
-    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded), torch.enable_grad():
+    included = torch._C._dispatch_tls_local_include_set()
+    # Hooks of the caller (checkpoint, save_on_cpu) are for what outlives the forward, not for a chunk's few vectors.
+    keep = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad(), keep:
         yield
 
 
@@ -59,7 +62,7 @@ def _pick(part: slice | Tensor, *vectors: Tensor | None) -> list[Tensor | None]:
     return [None if vector is None else vector[part][None] for vector in vectors]
 
 
-def all_or(rows: Tensor | None, ids: Tensor) -> Tensor:
+def rows_or_all(rows: Tensor | None, ids: Tensor) -> Tensor:
     return torch.arange(ids.shape[0], device=ids.device) if rows is None else rows
 
 
@@ -67,24 +70,24 @@ def walk(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    need: tuple[bool, bool, bool],
     rows: Tensor | None,
     ids: Tensor,
     valid: Tensor,
     objective: Objective,
     sequences: Sequences | None,
     want_entropy: bool,
-    need: tuple[bool, bool, bool],
     transform: tuple[float, float, float],
     how: HeadOptions,
 ) -> tuple[Tensor, ...]:
     """Loss, log-probs, entropies and gradients of one objective: 3 GEMMs, 2 without dweight, 1 without gradients.
 
     Args:
+        need: which of hidden, weight, bias want a gradient.
         hidden: (N, D); ids, valid: (N,); rows: the tokens to score, ascending, None for all.
         objective: makes a 0-d loss of a chunk's log-probs and entropies.
         sequences: given, chunks hold whole ones, and the logits of one longer than a chunk are computed twice.
         want_entropy: give the objective entropies, and return them.
-        need: which of hidden, weight, bias want a gradient.
 
     Returns:
         loss (0-d), logps (N,), entropy (N,) or empty, dhidden, dweight, dbias (see HeadGrads.finish).
@@ -94,7 +97,7 @@ def walk(
     grads = HeadGrads(head, need)
     loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
     logps, entropy = (torch.zeros(ids.shape, dtype=torch.float32, device=ids.device) for _ in range(2))
-    chunks = plan(all_or(rows, ids), how.rows_per_chunk, sequences)
+    chunks = plan(rows_or_all(rows, ids), how.rows_per_chunk, sequences)
     head.workspace(max((min(chunk.rows.shape[0], how.rows_per_chunk) for chunk in chunks), default=0))
     for chunk in chunks:
         stats = RowStats(chunk.rows, ids, valid, want_entropy, transform, how.backend)
@@ -114,7 +117,9 @@ def walk(
             if len(parts) > 1:  # a sequence longer than the workspace: its logits have been overwritten
                 hidden_RD = head.rows(chunk.rows[part])
                 logits_RV = head.logits(hidden_RD)
-            keep = live_rows(g[part], None if g_entropy is None else g_entropy[part])
+            keep = rows_with_gradient(g[part], None if g_entropy is None else g_entropy[part])
+            if keep is not None and keep.shape[0] == 0:
+                continue
             if keep is not None:
                 part, hidden_RD, logits_RV = part.start + keep, hidden_RD[keep], move_up(logits_RV, keep)
             stats.differentiate(part, logits_RV, g, g_entropy)
@@ -141,7 +146,7 @@ def _derivatives(
     return loss.detach(), torch.zeros_like(stats.logps) if g is None else g.contiguous(), g_entropy
 
 
-def live_rows(g: Tensor, g_entropy: Tensor | None) -> Tensor | None:
+def rows_with_gradient(g: Tensor, g_entropy: Tensor | None) -> Tensor | None:
     """Rows that have a gradient, where those without one (clipped) are many. On a GPU only the device knows."""
     if g.device.type != "cpu":
         return None

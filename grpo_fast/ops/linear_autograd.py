@@ -34,8 +34,8 @@ class LinearRowLogprobs(torch.autograd.Function):
             hidden, weight, bias, rows, ids, valid, *transform, want_entropy, unit, *how
         )
         recomputes = unit != "hidden" or want_entropy
-        saved = (hidden, weight, bias, rows, ids, valid, row_max, row_sum, logps, entropy)
-        ctx.save_for_backward(*(v if recomputes else None for v in saved), units)
+        saved = (hidden, weight, bias, rows, ids, row_max, row_sum, logps, entropy)
+        ctx.save_for_backward(valid, units, *(v if recomputes else None for v in saved))
         ctx.args = (transform, want_entropy, unit, how)
         ctx.dtypes = [None if v is None else v.dtype for v in (hidden, weight, bias)]
         ctx.set_materialize_grads(False)
@@ -45,18 +45,22 @@ class LinearRowLogprobs(torch.autograd.Function):
     @differentiable_once
     def backward(ctx, g_logps, g_entropy):
         transform, want_entropy, unit, how = ctx.args
-        hidden, weight, bias, rows, ids, valid, row_max, row_sum, logps, entropy, units = ctx.saved_tensors
+        valid, units, hidden, weight, bias, rows, ids, row_max, row_sum, logps, entropy = ctx.saved_tensors
         need = ctx.needs_input_grad[:3]
-        g = torch.zeros_like(g_entropy) if g_logps is None else g_logps.contiguous()
-        if not want_entropy or g_entropy is None:
-            entropy = g_entropy = None
+        # What comes upstream to a token that was not scored may be NaN, and is nobody's gradient.
+        upstream = (g_logps, g_entropy if want_entropy else None)
+        g, g_entropy = (None if v is None else torch.where(valid, v, 0.0) for v in upstream)
+        if g is None:
+            g = torch.zeros(valid.shape, dtype=torch.float32, device=valid.device)
+        if g_entropy is None:
+            entropy = None
         if g_entropy is None and unit == "hidden":
             grads = (units * g[:, None], None, None)
         elif g_entropy is None and unit == "logits":
-            grads = linear_library.linear_unit_grad(hidden, weight, bias, rows, valid, units, g, *need, *how)
+            grads = linear_library.linear_unit_grad(hidden, weight, bias, *need, rows, valid, units, g, *how)
         else:
             grads = linear_library.linear_row_grad(
-                hidden, weight, bias, rows, ids, valid, row_max, row_sum, logps, entropy, g, g_entropy, *need,
+                hidden, weight, bias, *need, rows, ids, valid, row_max, row_sum, logps, entropy, g, g_entropy,
                 *transform, *how,
             )  # fmt: skip
         return *_in_dtypes(grads, ctx.dtypes, need), *[None] * 8
@@ -65,13 +69,14 @@ class LinearRowLogprobs(torch.autograd.Function):
 class FusedLinearLoss(torch.autograd.Function):
     """hidden, weight, bias -> (loss, logps, entropy) with their gradients formed in the forward by `walk`.
 
-    walk(hidden, weight, bias, *args, need_hidden, need_weight, need_bias, *more) is linear_library's op or its walk.
+    walk(hidden, weight, bias, need_hidden, need_weight, need_bias, *args) is linear_library's op, or what else
+    calls head_walk.walk.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, walk, backend, num_args, *args):
+    def forward(ctx, hidden, weight, bias, walk, backend, *args):
         need = ctx.needs_input_grad[:3]
-        loss, logps, entropy, *grads = walk(hidden, weight, bias, *args[:num_args], *need, *args[num_args:])
+        loss, logps, entropy, *grads = walk(hidden, weight, bias, *need, *args)
         ctx.save_for_backward(*grads)
         ctx.args = (need, backend, len(args))
         ctx.dtypes = [None if v is None else v.dtype for v in (hidden, weight, bias)]
@@ -86,7 +91,7 @@ class FusedLinearLoss(torch.autograd.Function):
             scale_grad(grad, g_loss, False, backend) if needed else None
             for grad, needed in zip(ctx.saved_tensors, need, strict=True)
         ]
-        return *_in_dtypes(grads, ctx.dtypes, need), *[None] * (3 + num_args)
+        return *_in_dtypes(grads, ctx.dtypes, need), *[None] * (2 + num_args)
 
 
 def _in_dtypes(grads, dtypes, need):

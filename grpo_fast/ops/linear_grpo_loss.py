@@ -11,12 +11,13 @@ from grpo_fast.ops import backends, linear_library
 from grpo_fast.ops.inputs import Sequences, Tokens, check_scores, make_tokens
 from grpo_fast.ops.linear_autograd import FusedLinearLoss
 from grpo_fast.ops.linear_inputs import (
+    Selection,
     check_head,
-    check_live_rows,
     differentiable_logprobs,
     head_options,
     mask_on_host,
-    row_index,
+    promised,
+    select,
     wants_gradient,
 )
 from grpo_fast.ops.objective import PolicyInputs
@@ -29,7 +30,7 @@ from grpo_fast.types import LossOutput
 def _live_tokens(inputs: PolicyInputs, options: PolicyOptions) -> Tensor:
     """Valid tokens whose gradient can be non-zero, (B, T) bool."""
     valid, sequences = inputs.tokens.valid, inputs.tokens.sequences
-    if options.beta > 0 or options.entropy_coef > 0:
+    if not options.has_dead_tokens:
         return valid
     live = inputs.weighted_advantages != 0
     if options.is_sequence_level:
@@ -37,45 +38,37 @@ def _live_tokens(inputs: PolicyInputs, options: PolicyOptions) -> Tensor:
     return valid & live
 
 
-def _live_on_host(mask, advantages, sampling_weights, shape: tuple, options: PolicyOptions) -> Tensor | None:
-    """The same from what the caller has on the CPU, where that is enough to know (padded batches)."""
+def _known_on_host(mask, advantages, sampling_weights, shape: tuple, options: PolicyOptions):
+    """Valid and live tokens from what the caller has on the CPU, None where that is not enough (or packed)."""
     given = [t for t in (mask, advantages, sampling_weights) if t is not None]
     if len(shape) != 2 or any(t.device.type != "cpu" for t in given):
-        return None
+        return mask_on_host(mask), None
     valid = torch.ones(shape, dtype=torch.bool) if mask is None else mask != 0
     tokens = Tokens(valid, valid, Sequences(shape[0], shape), shape)
     weighted = [tokens.broadcast("", t, torch.float32) for t in (advantages, sampling_weights)]
-    return _live_tokens(PolicyInputs(tokens, valid, *weighted, None, None), options)
+    return valid, _live_tokens(PolicyInputs(tokens, valid, *weighted, None, None), options)
 
 
-def _fused(hidden, weight, bias, rows, live, dead, problem: Problem, transform: LogitTransform, how):
-    """Loss and gradients of `live` tokens (`rows` lists them); log-probs of `dead` ones, if any, beside them."""
+def _fused(hidden, weight, bias, live: Selection, dead: Selection | None, problem: Problem, transform, how):
+    """Loss and gradients of the live tokens; log-probs of the dead ones, if any, beside them."""
     inputs = problem.inputs
     tokens, shape = inputs.tokens, inputs.tokens.ids.shape
     flat = hidden.reshape(-1, hidden.shape[-1])
-    tensors = (
-        rows, tokens.ids, live, inputs.advantages, inputs.weights, inputs.old_logps,
-        inputs.ref_logps if problem.options.beta > 0 else None, problem.coef, problem.entropy_scale,
-        tokens.sequences.cu_seqlens, problem.want_entropy,
-    )  # fmt: skip
     loss, logps, entropy = FusedLinearLoss.apply(
-        flat, weight, bias, linear_library.linear_grpo_loss, how.backend, len(tensors),
-        *tensors, *transform.as_floats(), *problem.options.as_fields(), *how,
+        flat, weight, bias, linear_library.linear_grpo_loss, how.backend, live.rows, tokens.ids, live.mask,
+        inputs.advantages, inputs.weights, inputs.old_logps, inputs.ref_logps if problem.options.beta > 0 else None,
+        problem.coef, problem.entropy_scale, tokens.sequences.cu_seqlens, problem.want_entropy,
+        *transform.as_floats(), *problem.options.as_fields(), *how,
     )  # fmt: skip
     if dead is not None:
-        dead_logps, dead_entropy = _forward_only(flat, weight, bias, dead, problem, transform, how)
+        with torch.no_grad():
+            dead_logps, dead_entropy, *_ = linear_library.linear_row_stats(
+                flat, weight, bias, dead.rows, tokens.ids.reshape(-1), dead.mask.reshape(-1), *transform.as_floats(),
+                problem.want_entropy, "", *how,
+            )  # fmt: skip
         logps = logps + dead_logps
         entropy = entropy + dead_entropy if problem.want_entropy else entropy
     return loss, logps.reshape(shape), entropy.reshape(shape) if problem.want_entropy else None
-
-
-@torch.no_grad()
-def _forward_only(flat, weight, bias, dead, problem: Problem, transform: LogitTransform, how):
-    logps, entropy, *_ = linear_library.linear_row_stats(
-        flat, weight, bias, row_index(dead, False), problem.inputs.tokens.ids.reshape(-1), dead.reshape(-1),
-        *transform.as_floats(), problem.want_entropy, "", *how,
-    )  # fmt: skip
-    return logps, entropy
 
 
 def linear_grpo_loss(
@@ -128,7 +121,8 @@ def linear_grpo_loss(
             the rows to score are counted, which waits for it, unless they are all, or live_rows names them, or mask,
             advantages and sampling_weights are still on the CPU (padded batches). Under torch.compile only live_rows
             drops rows. Checked on the CPU, trusted on a GPU. (Sequence level waits once more, to make its chunks.)
-        score_dead_rows: compute logps and entropy of unmasked dead tokens too, for one GEMM over them.
+        score_dead_rows: compute logps and entropy of unmasked dead tokens too, for one GEMM over them (three, on a GPU
+            with live_rows, which then names them as well).
         The rest: see grpo_loss.
 
     Returns, Raises: see grpo_loss.
@@ -149,33 +143,31 @@ def linear_grpo_loss(
         entropy_denominator=entropy_denominator, reduction=reduction, return_entropy=return_entropy,
     )  # fmt: skip
     how = head_options(hidden, weight, workspace_bytes, fp32_logits, name)
-    live = _live_tokens(problem.inputs, options)
-    live_rows = check_live_rows(live_rows, tokens.valid if score_dead_rows else live)
-    scored = tokens.valid if score_dead_rows else live
-    if live_rows is not None and scored is not tokens.valid:
-        promised = torch.zeros(live.numel(), dtype=torch.bool, device=live.device).index_fill(0, live_rows, True)
-        scored = promised.view(live.shape) & tokens.valid
-    problem = dataclasses.replace(problem, inputs=dataclasses.replace(problem.inputs, scored=scored))
     in_forward = reduction == "sum" and name != "reference" and wants_gradient(hidden, weight, bias)
+    valid, live = tokens.valid, _live_tokens(problem.inputs, options)
+    on_host = (None, None)
+    if hidden.device.type != "cpu":
+        on_host = _known_on_host(mask, advantages, sampling_weights, tokens.shape, options)
     dead = None
-    if in_forward and live_rows is None and scored is not live and not torch.compiler.is_compiling():
-        scored, dead = live, scored & ~live
-    rows = live_rows
-    if live_rows is None and name != "reference":
-        on_host = None
-        if hidden.device.type != "cpu" and scored is tokens.valid:
-            on_host = mask_on_host(mask)
-        elif hidden.device.type != "cpu":
-            on_host = _live_on_host(mask, advantages, sampling_weights, tokens.shape, options)
-        rows = row_index(scored, mask is None and scored is tokens.valid, on_host)
+    if live_rows is not None:
+        selection = promised(live_rows, valid if score_dead_rows else live, valid)
+    elif not (score_dead_rows and options.has_dead_tokens):
+        selection = select(live, mask is None and not options.has_dead_tokens, on_host[1])
+    elif in_forward and not torch.compiler.is_compiling():
+        selection = select(live, False, on_host[1])
+        dead = select(valid & ~live, False, None if on_host[1] is None else on_host[0] & ~on_host[1])
+    else:
+        selection = select(valid, mask is None, on_host[0])
+    scored = selection.mask if dead is None else valid
+    problem = dataclasses.replace(problem, inputs=dataclasses.replace(problem.inputs, scored=scored))
     fused = None
     if in_forward:
-        fused = lambda: _fused(hidden, weight, bias, rows, scored, dead, problem, transform, how)  # noqa: E731
+        fused = lambda: _fused(hidden, weight, bias, selection, dead, problem, transform, how)  # noqa: E731
     return evaluate(
         problem,
         fused,
         lambda: differentiable_logprobs(
-            hidden, weight, bias, rows, tokens, scored, transform, problem.want_entropy, how,
+            hidden, weight, bias, selection, tokens, transform, problem.want_entropy, how,
             entropy_grad=options.entropy_coef > 0,
         ),
     )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -51,49 +53,56 @@ def wants_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def check_live_rows(live_rows: Tensor | None, live: Tensor) -> Tensor | None:
-    """In ascending order; `live` are the tokens with a gradient, all of which must be named (checked on the CPU)."""
-    if live_rows is None:
-        return None
-    if live_rows.dim() != 1 or live_rows.dtype != torch.int64:
-        raise ValueError(f"live_rows: expected int64 of shape [rows], got {live_rows.dtype} {list(live_rows.shape)}")
-    if live_rows.device.type == "cpu" and not torch.compiler.is_compiling():
-        count = live.numel()
-        if live_rows.numel() and not (live_rows.min() >= 0 and live_rows.max() < count):
-            raise ValueError(f"live_rows: expected flat token indices in [0, {count}), got {live_rows.tolist()[:8]}...")
-        promised = torch.zeros(count, dtype=torch.bool).index_fill(0, live_rows, True)
-        if promised.sum() != live_rows.shape[0]:
-            raise ValueError("live_rows: expected every index once: a token named twice would count twice")
-        missing = live.reshape(-1) & ~promised
-        if missing.any():
-            raise ValueError(
-                f"live_rows: must name every token with a gradient, misses flat index {missing.nonzero()[0].item()}"
-            )
-    return live_rows.sort().values
+class Selection(NamedTuple):
+    """Tokens to score: their flat places in ascending order, None for all, and the same as a mask, (B, T)."""
+
+    rows: Tensor | None
+    mask: Tensor
 
 
-def row_index(scored: Tensor, all_scored: bool, on_host: Tensor | None = None) -> Tensor | None:
-    """Flat indices of the scored tokens; None for all.
-
-    `on_host` is `scored` where the CPU knows it. Without, counting those of a GPU is the head's one host sync.
-    """
-    if all_scored or torch.compiler.is_compiling():  # a data-dependent length has no place in a static graph
-        return None
-    rows = (scored if on_host is None else on_host).reshape(-1).nonzero()[:, 0]
-    return None if rows.shape[0] == scored.numel() else rows.to(scored.device, non_blocking=True)
+def select(wanted: Tensor, all_wanted: bool, on_host: Tensor | None = None) -> Selection:
+    """`on_host` is `wanted` where the CPU knows it; without, counting those of a GPU is the head's one host sync."""
+    if all_wanted or torch.compiler.is_compiling():  # a data-dependent length has no place in a static graph
+        return Selection(None, wanted)
+    rows = (wanted if on_host is None else on_host).reshape(-1).nonzero()[:, 0]
+    if rows.shape[0] == wanted.numel():
+        return Selection(None, wanted)
+    return Selection(rows.to(wanted.device, non_blocking=True), wanted)
 
 
 def mask_on_host(mask: Tensor | None) -> Tensor | None:
     return mask != 0 if mask is not None and mask.device.type == "cpu" else None
 
 
+def promised(live_rows: Tensor, needed: Tensor, valid: Tensor) -> Selection:
+    """The valid ones of the tokens that the caller names, which must be all `needed` ones (checked on the CPU)."""
+    if live_rows.dim() != 1 or live_rows.dtype != torch.int64:
+        raise ValueError(f"live_rows: expected int64 of shape [rows], got {live_rows.dtype} {list(live_rows.shape)}")
+    if live_rows.device != valid.device and live_rows.device.type != "cpu":
+        raise ValueError(f"live_rows: expected device {valid.device} (hidden's) or cpu, got {live_rows.device}")
+    count = valid.numel()
+    named = torch.zeros(count, dtype=torch.bool, device=live_rows.device)
+    if live_rows.device.type == "cpu" and not torch.compiler.is_compiling():
+        if live_rows.numel() and not (live_rows.min() >= 0 and live_rows.max() < count):
+            raise ValueError(f"live_rows: expected flat token indices in [0, {count}), got {live_rows.tolist()[:8]}...")
+        if named.index_fill(0, live_rows, True).sum() != live_rows.shape[0]:
+            raise ValueError("live_rows: expected every index once: a token named twice would count twice")
+    named = named.index_fill(0, live_rows, True).to(valid.device, non_blocking=True)
+    if valid.device.type == "cpu" and not torch.compiler.is_compiling():
+        missing = needed.reshape(-1) & ~named
+        if missing.any():
+            raise ValueError(
+                f"live_rows: must name every token with a gradient, misses flat index {missing.nonzero()[0].item()}"
+            )
+    return Selection(live_rows.sort().values.to(valid.device, non_blocking=True), named.view(valid.shape) & valid)
+
+
 def differentiable_logprobs(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    rows: Tensor | None,
+    selection: Selection,
     tokens: Tokens,
-    scored: Tensor,
     transform: LogitTransform,
     want_entropy: bool,
     how: HeadOptions,
@@ -102,7 +111,7 @@ def differentiable_logprobs(
     save_unit_grads: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """(B, T) log-probs and entropy; see LinearRowLogprobs."""
-    shape = tokens.ids.shape
+    (rows, scored), shape = selection, tokens.ids.shape
     if how.backend == "reference":
         if not torch.compiler.is_compiling():
             check_ids(tokens.ids, tokens.valid, weight.shape[0])

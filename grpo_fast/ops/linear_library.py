@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from grpo_fast.ops.head import Head, HeadGrads, HeadOptions, plan
-from grpo_fast.ops.head_walk import RowStats, all_or, live_rows, walk
+from grpo_fast.ops.head_walk import RowStats, rows_or_all, rows_with_gradient, walk
 from grpo_fast.ops.library import _TRANSFORM, check_ids, define
 from grpo_fast.ops.objective import PolicyInputs, policy_objective
 from grpo_fast.ops.options import PolicyOptions
 
-_HEAD = "Tensor hidden, Tensor weight, Tensor? bias, Tensor? rows, Tensor ids, Tensor valid"
+_HEAD = "Tensor hidden, Tensor weight, Tensor? bias"
+_ROWS = "Tensor? rows, Tensor ids, Tensor valid"
 _TAIL = "ScalarType dtype, ScalarType logits_dtype, int rows_per_chunk, str backend"
 _POLICY = (  # PolicyOptions, field by field
     "str loss_type, float epsilon, float? epsilon_high, float? delta, float beta, str importance_sampling_level, "
@@ -47,33 +48,39 @@ def without_autocast(body):
 
 @without_autocast
 def _linear_grpo_loss(
-    hidden, weight, bias, rows, ids, valid, advantages, weights, old_logps, ref_logps, coef, entropy_scale, cu_seqlens,
-    want_entropy, need_hidden, need_weight, need_bias, *numbers,
+    hidden, weight, bias, need_hidden, need_weight, need_bias, rows, ids, valid, advantages, weights, old_logps,
+    ref_logps, coef, entropy_scale, cu_seqlens, want_entropy, *numbers,
 ):  # fmt: skip
     transform, options, how = numbers[:3], PolicyOptions(*numbers[3:-4]), HeadOptions(*numbers[-4:])
     inputs = PolicyInputs.of(ids, valid, cu_seqlens, advantages, weights, old_logps, ref_logps)
     return walk(
-        hidden, weight, bias, rows, ids.reshape(-1), valid.reshape(-1),
+        hidden, weight, bias, (need_hidden, need_weight, need_bias), rows, ids.reshape(-1), valid.reshape(-1),
         functools.partial(policy_objective, inputs=inputs, options=options, coef=coef, entropy_scale=entropy_scale),
         inputs.tokens.sequences if options.is_sequence_level else None,
-        want_entropy, (need_hidden, need_weight, need_bias), transform, how,
+        want_entropy, transform, how,
     )  # fmt: skip
 
 
-def _linear_grpo_loss_fake(hidden, weight, bias, rows, ids, *args):
-    coef, want_entropy, need, dtype = args[5], args[8], args[9:12], args[-4]
+def _linear_grpo_loss_fake(
+    hidden, weight, bias, need_hidden, need_weight, need_bias, rows, ids, valid, advantages, weights, old_logps,
+    ref_logps, coef, entropy_scale, cu_seqlens, want_entropy, *numbers,
+):  # fmt: skip
     logps = coef.new_empty(coef.numel(), dtype=torch.float32)
     entropy = torch.empty_like(logps) if want_entropy else logps.new_empty(0)
-    return logps.new_empty(()), logps, entropy, *_fake_grads(hidden, weight, bias, need, dtype)
+    how = HeadOptions(*numbers[-4:])
+    grads = _fake_grads(hidden, weight, bias, need_hidden, need_weight, need_bias, how)
+    return logps.new_empty(()), logps, entropy, *grads
 
 
-def _fake_grads(hidden, weight, bias, need, dtype):
+def _fake_grads(hidden, weight, bias, need_hidden, need_weight, need_bias, how):
     def gradient(tensor, needed):
         if not needed:
             return hidden.new_empty(0)
-        return torch.empty_like(tensor, dtype=torch.float32 if dtype == torch.float16 else tensor.dtype)
+        dtype = torch.float32 if how.dtype == torch.float16 else tensor.dtype
+        return torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
 
-    return tuple(gradient(*pair) for pair in zip((hidden, weight, bias), need, strict=True))
+    needs = (need_hidden, need_weight, need_bias)
+    return tuple(gradient(*pair) for pair in zip((hidden, weight, bias), needs, strict=True))
 
 
 @without_autocast
@@ -82,7 +89,7 @@ def _linear_row_stats(
 ):
     """unit "hidden" keeps dlogp/dhidden, (N, D); "logits" dlogp/dlogits, (rows, V), from one chunk; "" nothing."""
     check_ids(ids, valid, weight.shape[0])
-    how, transform, rows = HeadOptions(*how), (temperature, softcap, logit_scale), all_or(rows, ids)
+    how, transform, rows = HeadOptions(*how), (temperature, softcap, logit_scale), rows_or_all(rows, ids)
     head = Head(hidden, weight, bias, valid, how)
     grads = HeadGrads(head, (unit == "hidden", False, False))
     whole = [torch.zeros(ids.shape, dtype=torch.float32, device=ids.device) for _ in range(4)]
@@ -115,7 +122,7 @@ def _linear_row_stats_fake(hidden, weight, bias, rows, ids, valid, t, c, s, want
     how = HeadOptions(*how)
     units = hidden.new_empty(0)
     if unit == "hidden":
-        units = torch.empty_like(hidden, dtype=torch.float32 if how.dtype == torch.float16 else hidden.dtype)
+        (units, *_) = _fake_grads(hidden, weight, bias, True, False, False, how)
     elif unit == "logits":
         num_rows = ids.shape[0] if rows is None else rows.shape[0]
         units = hidden.new_empty((num_rows, weight.shape[0]), dtype=how.logits_dtype)
@@ -124,14 +131,14 @@ def _linear_row_stats_fake(hidden, weight, bias, rows, ids, valid, t, c, s, want
 
 @without_autocast
 def _linear_row_grad(
-    hidden, weight, bias, rows, ids, valid, row_max, row_sum, logps, entropy, g, g_entropy, need_hidden, need_weight,
-    need_bias, temperature, softcap, logit_scale, *how,
+    hidden, weight, bias, need_hidden, need_weight, need_bias, rows, ids, valid, row_max, row_sum, logps, entropy, g,
+    g_entropy, temperature, softcap, logit_scale, *how,
 ):  # fmt: skip
     how, transform = HeadOptions(*how), (temperature, softcap, logit_scale)
     head = Head(hidden, weight, bias, valid, how)
     grads = HeadGrads(head, (need_hidden, need_weight, need_bias))
-    rows = all_or(rows, ids)
-    keep = live_rows(g[rows], None if g_entropy is None else g_entropy[rows])
+    rows = rows_or_all(rows, ids)
+    keep = rows_with_gradient(g[rows], None if g_entropy is None else g_entropy[rows])
     for chunk in plan(rows if keep is None else rows[keep], how.rows_per_chunk):
         stats = RowStats(chunk.rows, ids, valid, False, transform, how.backend)
         stats.recall(logps, entropy, row_max, row_sum)
@@ -144,18 +151,18 @@ def _linear_row_grad(
     return tuple(grads.finish())
 
 
-def _linear_row_grad_fake(hidden, weight, bias, *args):
-    return _fake_grads(hidden, weight, bias, args[9:12], args[-4])
+def _linear_row_grad_fake(hidden, weight, bias, need_hidden, need_weight, need_bias, *args):
+    return _fake_grads(hidden, weight, bias, need_hidden, need_weight, need_bias, HeadOptions(*args[-4:]))
 
 
 @without_autocast
-def _linear_unit_grad(hidden, weight, bias, rows, valid, units, g, need_hidden, need_weight, need_bias, *how):
+def _linear_unit_grad(hidden, weight, bias, need_hidden, need_weight, need_bias, rows, valid, units, g, *how):
     """Gradients from units = dlogp/dlogits (rows, V) and g (N,): two GEMMs."""
     how = HeadOptions(*how)
     head = Head(hidden, weight, bias, valid, how)
     grads = HeadGrads(head, (need_hidden, need_weight, need_bias))
     done = 0
-    for chunk in plan(all_or(rows, g), how.rows_per_chunk):
+    for chunk in plan(rows_or_all(rows, g), how.rows_per_chunk):
         scaled_RV = head.workspace(chunk.rows.shape[0])
         torch.mul(units[done : done + len(scaled_RV)], g[chunk.rows][:, None], out=scaled_RV)
         grads.add(chunk.rows, head.rows(chunk.rows), scaled_RV)
@@ -164,36 +171,31 @@ def _linear_unit_grad(hidden, weight, bias, rows, valid, units, g, need_hidden, 
     return tuple(grads.finish())
 
 
-def _linear_unit_grad_fake(hidden, weight, bias, *args):
-    return _fake_grads(hidden, weight, bias, args[4:7], args[-4])
-
-
 linear_grpo_loss = define(
     "linear_grpo_loss",
-    f"({_HEAD}, Tensor advantages, Tensor? weights, Tensor? old_logps, Tensor? ref_logps, Tensor coef, "
-    f"Tensor? entropy_scale, Tensor? cu_seqlens, bool want_entropy, {_NEED}, {_TRANSFORM}, {_POLICY}, {_TAIL})"
+    f"({_HEAD}, {_NEED}, {_ROWS}, Tensor advantages, Tensor? weights, Tensor? old_logps, Tensor? ref_logps, "
+    f"Tensor coef, Tensor? entropy_scale, Tensor? cu_seqlens, bool want_entropy, {_TRANSFORM}, {_POLICY}, {_TAIL})"
     f" -> (Tensor loss, Tensor logps, Tensor entropy, {_GRADS})",
     _linear_grpo_loss,
     _linear_grpo_loss_fake,
 )
 linear_row_stats = define(
     "linear_row_stats",
-    f"({_HEAD}, {_TRANSFORM}, bool want_entropy, str unit, {_TAIL})"
+    f"({_HEAD}, {_ROWS}, {_TRANSFORM}, bool want_entropy, str unit, {_TAIL})"
     " -> (Tensor logps, Tensor entropy, Tensor row_max, Tensor row_sum, Tensor units)",
     _linear_row_stats,
     _linear_row_stats_fake,
 )
 linear_row_grad = define(
     "linear_row_grad",
-    f"({_HEAD}, Tensor row_max, Tensor row_sum, Tensor logps, Tensor? entropy, Tensor g, Tensor? g_entropy, "
-    f"{_NEED}, {_TRANSFORM}, {_TAIL}) -> ({_GRADS})",
+    f"({_HEAD}, {_NEED}, {_ROWS}, Tensor row_max, Tensor row_sum, Tensor logps, Tensor? entropy, Tensor g, "
+    f"Tensor? g_entropy, {_TRANSFORM}, {_TAIL}) -> ({_GRADS})",
     _linear_row_grad,
     _linear_row_grad_fake,
 )
 linear_unit_grad = define(
     "linear_unit_grad",
-    "(Tensor hidden, Tensor weight, Tensor? bias, Tensor? rows, Tensor valid, Tensor units, Tensor g, "
-    f"{_NEED}, {_TAIL}) -> ({_GRADS})",
+    f"({_HEAD}, {_NEED}, Tensor? rows, Tensor valid, Tensor units, Tensor g, {_TAIL}) -> ({_GRADS})",
     _linear_unit_grad,
-    _linear_unit_grad_fake,
+    _linear_row_grad_fake,
 )

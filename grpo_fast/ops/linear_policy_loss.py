@@ -15,11 +15,11 @@ from grpo_fast.ops.inputs import Sequences, Tokens, check_scores, make_tokens
 from grpo_fast.ops.linear_autograd import FusedLinearLoss
 from grpo_fast.ops.linear_inputs import (
     check_head,
-    check_live_rows,
     differentiable_logprobs,
     head_options,
     mask_on_host,
-    row_index,
+    promised,
+    select,
     wants_gradient,
 )
 from grpo_fast.ops.objective import scalar_divisor
@@ -37,7 +37,7 @@ class _UserObjective:
 
     function: Callable[..., Tensor]
     per_token: dict[str, Tensor]  # (B, T) each
-    per_sequence: dict[str, Tensor]  # (B, ...) each
+    per_sequence: dict[str, Tensor]  # (B,) or (B, 1) each
     scored: Tensor  # (B, T) bool
     sequences: Sequences
     divisor: Tensor
@@ -65,7 +65,8 @@ class _UserObjective:
             inputs = inputs | {"mask": mask}
         if self.with_entropy:
             inputs = inputs | {"entropy": entropy}
-        losses = self.function(logps, **inputs)
+        with torch.autocast(logps.device.type, enabled=False):  # log-probs are fp32, whatever the products are
+            losses = self.function(logps, **inputs)
         if not isinstance(losses, Tensor) or losses.shape != logps.shape:
             got = list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
             raise ValueError(f"objective: expected one loss per token, shape {list(logps.shape)} as logps, got {got}")
@@ -81,12 +82,12 @@ class _UserObjective:
             logps = torch.zeros(shape, device=mask.device, requires_grad=True)
             entropy = torch.zeros_like(logps, requires_grad=True) if self.with_entropy else None
             losses = self.call(logps, entropy, mask, inputs)
-        if not losses.requires_grad:
+        if not losses.requires_grad and not torch.is_inference_mode_enabled():
             raise ValueError("objective: its result does not depend on logps; is something detached, or in no_grad?")
 
 
 def _split_inputs(inputs: Mapping[str, Tensor], tokens: Tokens, by_sequence: bool) -> tuple[dict, dict]:
-    """Inputs per token, (B, T), and per sequence, (B, ...) as they are."""
+    """Inputs per token, (B, T), and per sequence, (B,) or (B, 1) as they are."""
     per_token, per_sequence = {}, {}
     for name, value in inputs.items():
         if not isinstance(name, str) or not name.isidentifier() or name in _GIVEN:
@@ -100,7 +101,7 @@ def _split_inputs(inputs: Mapping[str, Tensor], tokens: Tokens, by_sequence: boo
         whole = tokens.broadcast(label, value, value.dtype)
         shapes = [(tokens.sequences.num,), (tokens.sequences.num, 1)]
         if by_sequence and value.shape in (shapes[:1] if tokens.sequences.cu_seqlens is not None else shapes):
-            per_sequence[name] = value
+            per_sequence[name] = value.to(tokens.ids.device, non_blocking=True)
         else:
             per_token[name] = whole
     return per_token, per_sequence
@@ -175,45 +176,39 @@ def linear_policy_loss(
     dtype = linear_library.gemm_dtype(hidden, weight)
     name = backends.choose(backend, hidden.device.type, dtype_name(dtype))
     how = head_options(hidden, weight, workspace_bytes, fp32_logits, name)
-    live_rows = check_live_rows(live_rows, torch.zeros_like(tokens.valid))
-    scored = tokens.valid
-    if live_rows is not None:
-        promised = torch.zeros(scored.numel(), dtype=torch.bool, device=scored.device).index_fill(0, live_rows, True)
-        scored = promised.view(scored.shape) & scored
+    if live_rows is None:
+        selection = select(tokens.valid, mask is None, mask_on_host(mask))
+    else:
+        selection = promised(live_rows, torch.zeros_like(tokens.valid), tokens.valid)
+    scored = selection.mask
     per_token, per_sequence = _split_inputs(inputs, tokens, align == "sequence")
     like = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=hidden.device)
     divisor = scalar_divisor("denominator", tokens.valid.sum() if denominator is None else denominator, like)
     user = _UserObjective(
         objective, per_token, per_sequence, scored, tokens.sequences, divisor, align == "sequence", with_entropy
     )
-    rows = row_index(scored, mask is None, mask_on_host(mask)) if live_rows is None else live_rows
-    everything = torch.arange(scored.numel(), device=scored.device) if rows is None else rows
     want_entropy = with_entropy or return_entropy
-    if not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        if user.by_sequence and cu_seqlens is not None:
+            raise NotImplementedError(
+                'align="sequence": packed sequences cannot be compiled, their longest length is unknown; pad them'
+            )
+    else:
         user.rehearse()
     shape = tokens.ids.shape
     if name != "reference" and wants_gradient(hidden, weight, bias) and not torch.compiler.is_compiling():
-        before = (rows, tokens.ids.reshape(-1), scored.reshape(-1), user, user.by_sequence, want_entropy)
         loss, logps, entropy = FusedLinearLoss.apply(
-            hidden.flatten(0, -2),
-            weight,
-            bias,
-            _walk,
-            name,
-            len(before),
-            *before,
-            transform,
-            tokens,
-            how,
+            hidden.flatten(0, -2), weight, bias, _walk, name, selection, tokens.ids, user, want_entropy, transform, how
         )
         logps, entropy = logps.reshape(shape), entropy.reshape(shape) if want_entropy else None
     else:
         logps, entropy = differentiable_logprobs(
-            hidden, weight, bias, rows, tokens, scored, transform, want_entropy, how, entropy_grad=with_entropy
+            hidden, weight, bias, selection, tokens, transform, want_entropy, how, entropy_grad=with_entropy
         )
+        rows = torch.arange(scored.numel(), device=scored.device) if selection.rows is None else selection.rows
         span = ((0, tokens.sequences.num), (0, scored.numel())) if user.by_sequence else ()
-        flat = [None if v is None else v.reshape(-1)[everything] for v in (logps, entropy)]
-        loss = user(*flat, Chunk(everything, *span))
+        flat = [None if v is None else v.reshape(-1)[rows] for v in (logps, entropy)]
+        loss = user(*flat, Chunk(rows, *span))
     logps = logps.detach().reshape(tokens.shape)
     entropy = entropy.detach().reshape(tokens.shape) if want_entropy else None
     counts = {"tokens": tokens.valid.sum(), "scored_tokens": scored.sum()}
@@ -222,10 +217,12 @@ def linear_policy_loss(
     return LossOutput(loss, logps, entropy, scored.reshape(tokens.shape), LossMetrics.of(hidden.device, **counts))
 
 
-def _walk(hidden, weight, bias, rows, ids, scored, user, by_sequence, want_entropy, *rest):
-    *need, transform, tokens, how = rest
+def _walk(
+    hidden, weight, bias, need_hidden, need_weight, need_bias, selection, ids, user, want_entropy, transform, how
+):
     with torch.autocast(hidden.device.type, enabled=False):
         return walk(
-            hidden, weight, bias, rows, ids, scored, user, tokens.sequences if by_sequence else None, want_entropy,
-            tuple(need), transform.as_floats(), how,
+            hidden, weight, bias, (need_hidden, need_weight, need_bias), selection.rows, ids.reshape(-1),
+            selection.mask.reshape(-1), user, user.sequences if user.by_sequence else None, want_entropy,
+            transform.as_floats(), how,
         )  # fmt: skip

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from grpo_fast.ops import backends
 from grpo_fast.ops.inputs import check_scores, make_tokens
-from grpo_fast.ops.linear_inputs import check_head, differentiable_logprobs, head_options, mask_on_host, row_index
+from grpo_fast.ops.linear_inputs import check_head, differentiable_logprobs, head_options, mask_on_host, select
 from grpo_fast.ops.linear_library import gemm_dtype
 from grpo_fast.ops.options import LogitTransform
 from grpo_fast.ops.token_logprobs import dtype_name
@@ -58,9 +58,9 @@ def linear_token_logprobs(
     check_head(hidden, weight, bias)
     tokens = make_tokens("hidden", hidden, token_ids, mask, None)
     name = backends.choose(backend, hidden.device.type, dtype_name(gemm_dtype(hidden, weight)))
-    rows = None if name == "reference" else row_index(tokens.valid, mask is None, mask_on_host(mask))
+    selection = select(tokens.valid, mask is None, mask_on_host(mask))
     logps, entropy = differentiable_logprobs(
-        hidden, weight, bias, rows, tokens, tokens.valid, transform, return_entropy,
+        hidden, weight, bias, selection, tokens, transform, return_entropy,
         head_options(hidden, weight, workspace_bytes, fp32_logits, name), save_unit_grads=save_unit_grads,
     )  # fmt: skip
     if return_entropy:

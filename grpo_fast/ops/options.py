@@ -99,6 +99,11 @@ class PolicyOptions:
         return self.importance_sampling_level == "sequence"
 
     @property
+    def has_dead_tokens(self) -> bool:
+        """Whether a token without an advantage has no gradient: KL and an entropy bonus reach every valid one."""
+        return self.beta == 0 and self.entropy_coef == 0
+
+    @property
     def clip_low(self) -> float:
         return 1.0 - self.epsilon
 

@@ -47,7 +47,8 @@ def test_opcheck_of_the_logits_ops(backend, want_entropy):
 def test_opcheck_of_the_head_ops(backend, dtype, rows):
     _, ids, valid, floats = vectors()
     ids, valid, *floats = (t.reshape(-1) for t in (ids, valid, *floats))
-    hidden, weight, bias = (torch.randn(*s).to(dtype) for s in ((6, 5), (11, 5), (11,)))
+    hidden, bias = (torch.randn(*s).to(dtype) for s in ((6, 5), (11,)))
+    weight = torch.randn(5, 11).to(dtype).t()  # its gradient has strides of its own
     first = (hidden, weight, bias, rows, ids, valid)
     how = (dtype, torch.float32 if dtype == torch.float16 else dtype, 4, backend)
     transform, need = (0.9, 0.0, 1.0), (True, False, True)
@@ -61,14 +62,14 @@ def test_opcheck_of_the_head_ops(backend, dtype, rows):
         (linear_library.linear_row_stats, (*first, *transform, False, "logits", *how)),
         (
             linear_library.linear_row_grad,
-            (*first, row_max, row_sum, logps, entropy, coef[0], coef[0], *need, *transform, *how),
+            (*first[:3], *need, *first[3:], row_max, row_sum, logps, entropy, coef[0], coef[0], *transform, *how),
         ),
-        (linear_library.linear_unit_grad, (hidden, weight, bias, rows, valid, units, coef[0], *need, *how)),
+        (linear_library.linear_unit_grad, (hidden, weight, bias, *need, rows, valid, units, coef[0], *how)),
         (
             linear_library.linear_grpo_loss,
             (
-                *first[:4], ids[None], valid[None], *(v[None] for v in floats), coef, torch.tensor(0.1), None, True,
-                *need, *transform, *policy, *how,
+                *first[:3], *need, rows, ids[None], valid[None], *(v[None] for v in floats), coef,
+                torch.tensor(0.1), None, True, *transform, *policy, *how,
             ),
         ),
     ):  # fmt: skip

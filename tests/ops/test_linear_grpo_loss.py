@@ -409,6 +409,8 @@ def test_live_tokens_known_on_the_host_are_those_of_the_device(level, options):
         arguments |= {"token_ids": problem["token_ids"], "ref_logps": problem["ref_logps"]}
         fields = {"importance_sampling_level": level, "beta": options.beta}
         scored = gf.linear_grpo_loss(hidden, weight, **arguments, **fields).scored
-        assert torch.equal(module._live_on_host(*given, (4, 6), options), scored)
-    assert module._live_on_host(mask, advantages.to("meta"), weights, (4, 6), options) is None
-    assert module._live_on_host(mask, advantages, weights, (24,), options) is None
+        assert torch.equal(module._known_on_host(*given, (4, 6), options)[1], scored)
+    valid, live = module._known_on_host(mask, advantages.to("meta"), weights, (4, 6), options)
+    assert torch.equal(valid, mask)
+    assert live is None
+    assert module._known_on_host(mask, advantages, weights, (24,), options)[1] is None

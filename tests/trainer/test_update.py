@@ -284,7 +284,7 @@ def test_the_probe_leaves_the_model_as_it_was(kind):
 def test_live_rows_are_known_on_the_host(options, monkeypatch):
     """Advantages of 0 and sequences are; asking a GPU for them would make every micro-batch wait for it."""
     module = sys.modules["grpo_fast.ops.linear_grpo_loss"]
-    monkeypatch.setattr(module, "row_index", lambda *_: pytest.fail("the device was asked"))
+    monkeypatch.setattr(module, "select", lambda *_: pytest.fail("the device was asked"))
     (batch,) = make_micro_batches(ROLLOUTS, ADVANTAGES, LENGTHS, max_tokens=10**6, pad_id=0)
     forward = PaddedForward(make_model("llama"))
     ref_logps = torch.zeros(sum(LENGTHS)) if "beta" in options else None
