@@ -138,6 +138,7 @@ def head_weight(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
             * A LoRA layer of peft around one: W + scaling * B A over the active adapters (lora_bias likewise),
               differentiable in A and B, and in W where it is not frozen. W alone where adapters are merged or
               disabled. It takes one [V, D] in float32 (float64 with such a weight) for the sum, one for its gradient.
+              With bf16 hidden states the losses' products are then in fp32, which a GPU does slowly: use autocast.
               Cast to bfloat16, by yourself or by autocast, the sum keeps no adapter smaller than half a step of W.
             * peft's modules_to_save: the module in use.
             * Any of them after `fully_shard(layer)` (FSDP2, one-dimensional mesh): the gathered weight. Gradients are

@@ -100,7 +100,7 @@ class LossMetrics:
 
 @dataclass(frozen=True)
 class LossOutput:
-    """Result of grpo_loss and linear_grpo_loss. Only `loss` carries a graph.
+    """Result of grpo_loss, linear_grpo_loss and linear_policy_loss. Only `loss` carries a graph.
 
     Attributes:
         loss: 0-d, or token_ids' shape with reduction="none"; fp32 (fp64 for fp64 inputs), nats.

@@ -48,6 +48,37 @@ def _refuse_split(model) -> None:
         raise NotImplementedError(f"model: expected whole parameters, got DTensors. Shard nothing{_INSTEAD}")
 
 
+def _loss_options(args: trl.GRPOConfig) -> dict:
+    return {
+        "loss_type": args.loss_type,
+        "epsilon": args.epsilon,
+        "epsilon_high": args.epsilon if args.epsilon_high is None else args.epsilon_high,
+        "delta": args.delta,
+        "beta": args.beta,
+        "importance_sampling_level": args.importance_sampling_level,
+        "use_bias_correction_kl": args.use_bias_correction_kl,
+        "temperature": args.temperature,
+    }
+
+
+def _refuse_config(args: trl.GRPOConfig) -> None:
+    entropy_bonus = args.entropy_coef != 0 or args.use_adaptive_entropy
+    for refused, what in (
+        (args.use_liger_kernel, "use_liger_kernel: set it to False"),
+        (args.torch_compile, "torch_compile: set it to False"),
+        (
+            entropy_bonus and args.top_entropy_quantile < 1,
+            "top_entropy_quantile: with an entropy bonus, set it to 1.0",
+        ),
+    ):
+        if refused:
+            raise NotImplementedError(f"{what}{_INSTEAD}")
+    try:
+        LinearGRPOLoss(**_loss_options(args), entropy_coef=args.entropy_coef)
+    except ValueError as error:  # names the option and what it may be
+        raise ValueError(f"{error}{_INSTEAD}") from error
+
+
 @contextlib.contextmanager
 def _own_forward(layer, in_fp32: bool):
     """Without the forward that TRL's cast_lm_head_to_fp32 has given the head."""
@@ -113,6 +144,9 @@ class FastGRPOMixin:
     score_dead_rows: bool = True
 
     def __init__(self, *args, **kwargs):
+        for config in (*args, *kwargs.values()):  # before TRL loads models
+            if isinstance(config, trl.GRPOConfig):
+                _refuse_config(config)
         super().__init__(*args, **kwargs)
         self._refuse_unsupported()
         model = self.accelerator.unwrap_model(self.model)
@@ -122,38 +156,23 @@ class FastGRPOMixin:
         with _own_forward(model.get_output_embeddings(), self.args.cast_lm_head_to_fp32):
             head, reason = find_linear_head(model)
         if head is None:
-            raise NotImplementedError(f"model: {reason}. Leave the head out of adapters and quantisation{_INSTEAD}")
+            raise NotImplementedError(
+                f"model: {reason}; give it a linear head that its configuration describes{_INSTEAD}"
+            )
         self._transform = {
             "temperature": self.temperature, "softcap": head.softcap, "logit_scale": head.logit_scale,
         }  # fmt: skip
-        self._loss_options = {
-            "loss_type": self.loss_type,
-            "epsilon": self.epsilon_low,
-            "epsilon_high": self.epsilon_high,
-            "delta": self.args.delta,
-            "beta": self.beta,
-            "importance_sampling_level": self.importance_sampling_level,
-            "use_bias_correction_kl": self.args.use_bias_correction_kl,
-            **self._transform,
-        }
-        try:
-            LinearGRPOLoss(**self._loss_options, entropy_coef=self.entropy_coef)
-        except ValueError as error:  # names the option and what it may be
-            raise ValueError(f"{error}{_INSTEAD}") from error
+        self._loss_options = _loss_options(self.args) | self._transform
         for patched in (model, self.ref_model):
             if patched is not None:
                 _patch_forward(patched, self._transform, self.args.cast_lm_head_to_fp32)
 
     def _refuse_unsupported(self) -> None:
-        entropy_twice = self._entropy_bonus_enabled and self.top_entropy_quantile < 1
         for refused, what in (
             (self.is_deepspeed_enabled, "deepspeed: the head may be sharded. Use DistributedDataParallel"),
             (self.is_fsdp_enabled, "fsdp: the head is sharded. Use DistributedDataParallel"),
-            (self.args.use_liger_kernel, "use_liger_kernel: set it to False"),
-            (self.args.torch_compile, "torch_compile: set it to False"),
             (self._is_vlm, "processing_class: a processor of a multimodal model. Pass a tokenizer"),
             (self.aux_loss_enabled, "router_aux_loss_coef: set it to 0.0"),
-            (entropy_twice, "top_entropy_quantile: with an entropy bonus, set it to 1.0"),
         ):
             if refused:
                 raise NotImplementedError(f"{what}{_INSTEAD}")

@@ -7,15 +7,7 @@
 | FusedLinearForPPO | `verl.utils.experimental.torch_functional` (fused kernels, backend "torch" or "liger") |
 | linear_cross_entropy | `verl.utils.kernel.linear_cross_entropy` (fused kernels, backend "triton") |
 
-verl imports the modules that VERL_USE_EXTERNAL_MODULES names in every worker, before its engines. Such a module is
-
-    import verl.utils.experimental.torch_functional as fused
-    import verl.utils.torch_functional as functional
-    from grpo_fast.integrations import verl as fast
-
-    functional.logprobs_from_logits = fast.logprobs_from_logits
-    functional.entropy_from_logits = fast.entropy_from_logits
-    fused.FusedLinearForPPO = fast.FusedLinearForPPO
+docs/drop-in.md has the module that puts them there, which VERL_USE_EXTERNAL_MODULES names.
 
 verl itself is not imported here. All results are fp32 (fp64 for fp64 inputs), in nats, and differentiable once; verl's
 are of the inputs' dtype in places, which each function names.

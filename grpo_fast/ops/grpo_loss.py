@@ -118,7 +118,7 @@ def grpo_loss(
     # fp16 gradients would flush to 0 before a loss scaler has multiplied them: theirs are formed in the backward.
     in_forward = torch.is_grad_enabled() and logits.requires_grad and logits.dtype != torch.float16
     fused = None
-    if problem.is_token_level and in_forward and name != "reference":
+    if problem.fits_one_launch and in_forward and name != "reference":
         fused = lambda: _fused(rows, problem, transform, inplace, name)  # noqa: E731
     return evaluate(
         problem,

@@ -32,9 +32,9 @@ def linear_token_logprobs(
     """token_logprobs of hidden @ weight.T + bias without the logits, for any loss downstream (DPO, PPO, your own).
 
     GEMMs of 2*N*V*D FLOP each, forward and backward together, over the unmasked rows: 1 without gradients; 2 with a
-    frozen weight (dlogp/dhidden is kept, the size of hidden, and the backward scales its rows); 4 with a trainable one
-    (the logits are computed again), or 3 with save_unit_grads. A loss that is known at the call is cheaper as a
-    linear_policy_loss: 3 and 2, and an entropy bonus is included.
+    frozen weight and bias (dlogp/dhidden is kept, the size of hidden, and the backward scales its rows); 4 with a
+    trainable weight (the logits are computed again), or 3 with save_unit_grads. Where the loss is known at the call,
+    linear_policy_loss needs 3 and 2, an entropy bonus included.
 
     Args:
         hidden: [B, T, D] or [N, D], fp32, bf16 or fp16 (fp64 on the reference backend).
@@ -44,9 +44,9 @@ def linear_token_logprobs(
         token_ids, temperature, softcap, logit_scale, return_entropy, backend: see token_logprobs. The gradient
             of the entropy, where it is used, computes the logits again.
         bias: [V], added to the logits first.
-        workspace_bytes: size of the logits chunk; the result depends on it to rounding only. On the CPU a bf16 or fp16
-            chunk has an fp32 copy beside it for the weight's gradient. Default: 1 GiB on a GPU, 512 MiB on the CPU
-            (kept for the next call, see release_workspace).
+        workspace_bytes: size of the logits chunk; the result depends on it to rounding only. Default: 1 GiB on a GPU;
+            512 MiB on the CPU, which keeps it for the next call (see release_workspace). There a bf16 or fp16 chunk has
+            an fp32 copy beside it for the weight's gradient, and with fp16 or fp32_logits the weight has one, too.
         fp32_logits: keep the chunk in fp32 where the GEMMs are bf16: products accumulate in fp32 anyway, and are then
             not rounded to bf16 before the softmax. Twice the workspace per row, and a bf16 copy for the gradients.
         save_unit_grads: keep dlogp/dlogits, [rows, V] in the logits' dtype, until the backward.

@@ -40,8 +40,8 @@ class Problem:
         return self.return_entropy or self.options.entropy_coef > 0
 
     @property
-    def is_token_level(self) -> bool:
-        """Whether one launch over the logits can form the gradient: no token's coefficient depends on other tokens."""
+    def fits_one_launch(self) -> bool:
+        """Whether the kernel of one launch over the logits has this objective: the clip, per token, summed."""
         return not self.options.is_sequence_level and not self.options.is_cispo and self.reduction == "sum"
 
 

@@ -96,11 +96,14 @@ REFUSED = [
     ({"entropy_coef": -0.1}, ValueError, "entropy_coef"),
     ({"entropy_coef": 0.1, "top_entropy_quantile": 0.5}, NotImplementedError, "top_entropy_quantile"),
     ({"torch_compile": True}, NotImplementedError, "torch_compile"),
+    ({"use_liger_kernel": True}, NotImplementedError, "use_liger_kernel"),
 ]
 
 
 @pytest.mark.parametrize("config, error, name", REFUSED, ids=str)
-def test_options_that_are_refused_by_name(tmp_path, config, error, name):
+def test_options_that_are_refused_by_name(tmp_path, monkeypatch, config, error, name):
+    """Before TRL's constructor, which loads the models, is called."""
+    monkeypatch.setattr(trl.GRPOTrainer, "__init__", lambda *_, **__: pytest.fail("TRL's constructor was called"))
     with pytest.raises(error, match=rf"(?s)^{name}.*trl\.GRPOTrainer$"):
         make_trainer(GRPOTrainer, tmp_path, **config)
 
@@ -111,12 +114,11 @@ def test_options_that_are_refused_by_name(tmp_path, config, error, name):
         ("is_deepspeed_enabled", "deepspeed"),
         ("is_fsdp_enabled", "fsdp"),
         ("_is_vlm", "multimodal"),
-        ("use_liger_kernel", "use_liger_kernel"),
     ],
 )
 def test_what_cannot_be_made_here_is_refused_too(tmp_path, monkeypatch, attribute, name):
     trainer = make_trainer(GRPOTrainer, tmp_path)
-    monkeypatch.setattr(trainer.args if attribute == "use_liger_kernel" else trainer, attribute, True)
+    monkeypatch.setattr(trainer, attribute, True)
     with pytest.raises(NotImplementedError, match=f"{name}.*trl.GRPOTrainer"):
         trainer._refuse_unsupported()
 

@@ -3,6 +3,7 @@
 F = 2 N V D is one product of N rows with the lm_head's weight.
 """
 
+import concurrent.futures
 import inspect
 
 import problems
@@ -118,6 +119,7 @@ def test_a_sequence_longer_than_a_chunk_is_computed_twice(backend):
     hidden, weight, arguments = batch()
     loss = grpo(arguments, backend=backend, workspace_bytes=4 * V * (T - 1), **SEQUENCE)
     assert flops(loss, hidden, weight) == 4
+    assert flops(loss, hidden, weight, train=("hidden",)) == 3
     assert flops(loss, hidden, weight, train=()) == 1
 
 
@@ -290,3 +292,17 @@ def test_units_outlive_the_workspace(no_kept_workspace):
     logps.sum().backward()
     gf.linear_token_logprobs(hidden, again, ids).sum().backward()
     assert problems.relative_error(leaf.grad, again.grad) < 2e-6
+
+
+def test_threads_have_workspaces_of_their_own(no_kept_workspace):
+    hidden, weight, arguments = batch()
+    ids = arguments["token_ids"]
+    wanted = gf.linear_token_logprobs(hidden, weight, ids)
+
+    def run(_):
+        return [gf.linear_token_logprobs(hidden, weight, ids, workspace_bytes=4 * V * 5) for _ in range(20)]
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        for results in pool.map(run, range(4)):
+            for logps in results:
+                assert torch.allclose(logps, wanted, atol=1e-5)

@@ -414,3 +414,101 @@ def test_live_tokens_known_on_the_host_are_those_of_the_device(level, options):
     assert torch.equal(valid, mask)
     assert live is None
     assert module._known_on_host(mask, advantages, weights, (24,), options)[1] is None
+
+
+@pytest.mark.parametrize("options", [{}, {"save_unit_grads": True}], ids=["", "units"])
+@pytest.mark.parametrize("trainable", [True, False], ids=["trainable", "frozen"])
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_logprobs_for_a_loss_downstream(backend, dtype, packed, trainable, options):
+    """Every way to keep a gradient from the forward, with NaN in masked slots, upstream too (0 * inf there)."""
+    problem = problems.make(packed=packed)
+    hidden, weight, bias = head(problem, dtype=dtype)
+    ids, mask = problem["token_ids"], problem["mask"]
+    upstream = torch.randn(mask.shape)
+    kwargs = {"softcap": 5.0, "temperature": 0.7}
+    exact = [t.double().requires_grad_() for t in (hidden, weight, bias)]
+    wanted = gf.token_logprobs(exact[0] @ exact[1].t() + exact[2], ids, mask, **kwargs)
+    (wanted * upstream).sum().backward()
+    hidden[~mask], upstream[~mask], ids[~mask] = torch.nan, torch.nan, -100
+    leaves = [hidden.requires_grad_(), weight.requires_grad_(trainable), bias.requires_grad_(trainable)]
+    logps = gf.linear_token_logprobs(
+        leaves[0],
+        leaves[1],
+        ids,
+        mask,
+        bias=leaves[2],
+        workspace_bytes=4 * 37 * 5,
+        backend=backend,
+        **kwargs,
+        **options,
+    )
+    logps.backward(upstream)
+    tolerance = {torch.float32: 5e-6, torch.bfloat16: 4e-2, torch.float16: 4e-3}[dtype]
+    assert problems.relative_error(logps, wanted) < tolerance
+    for leaf, reference in zip(leaves[: 3 if trainable else 1], exact, strict=False):
+        assert leaf.grad.dtype == dtype
+        assert problems.relative_error(leaf.grad, reference.grad) < tolerance
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (0, 3), (2, 0)], ids=str)
+@pytest.mark.parametrize("trainable", [True, False], ids=["trainable", "frozen"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_log_prob_is_wanted(backend, trainable, shape):
+    """B18 of log-probs: everything masked, no sequence, no token."""
+    for save_unit_grads in (False, True):
+        hidden, weight = torch.randn(*shape, 4).requires_grad_(), torch.randn(7, 4).requires_grad_(trainable)
+        ids, mask = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
+        logps = gf.linear_token_logprobs(hidden, weight, ids, mask, save_unit_grads=save_unit_grads, backend=backend)
+        logps.sum().backward()
+        assert logps.sum() == 0
+        assert hidden.grad.shape == hidden.shape
+        assert not hidden.grad.any()
+        assert weight.grad is None if not trainable else not weight.grad.any()
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_row_is_clipped(backend, dtype, level):
+    """Whole chunks without a gradient: it is exactly 0, in every dtype."""
+    problem = problems.make(all_valid=True)
+    hidden, weight, bias = (t.requires_grad_() for t in head(problem, dtype=dtype))
+    ids = problem["token_ids"]
+    old_logps = gf.linear_token_logprobs(hidden.detach(), weight.detach(), ids, bias=bias.detach()) - 2.0
+    out = gf.linear_grpo_loss(
+        hidden, weight, ids, torch.ones(3), bias=bias, old_logps=old_logps, workspace_bytes=4 * 37 * 8, backend=backend,
+        importance_sampling_level=level,
+    )  # fmt: skip
+    out.loss.backward()
+    assert out.loss.item() == pytest.approx(-1.2)
+    for leaf in (hidden, weight, bias):
+        assert not leaf.grad.any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_under_checkpointing_and_hooks_on_saved_tensors(backend):
+    """The objective's own small graphs are the head's business: the function is recomputed once, not once a chunk."""
+    problem = problems.make(vocab=37)
+    hidden, weight, _ = head(problem)
+    arguments, options = split(problem, {"beta": 0.1})
+    hidden[~problem["mask"]] = 0.0
+    calls = []
+
+    def loss(h, w):
+        calls.append(1)
+        return gf.linear_grpo_loss(h.sin(), w, **arguments, **options, workspace_bytes=4 * 37 * 3, backend=backend).loss
+
+    grads = []
+    for run in (loss, lambda *t: torch.utils.checkpoint.checkpoint(loss, *t, use_reentrant=False)):
+        leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        calls.clear()
+        grads.append(torch.autograd.grad(run(*leaves), leaves))
+    assert len(calls) == 2
+    with torch.autograd.graph.save_on_cpu():
+        leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        grads.append(torch.autograd.grad(loss(*leaves), leaves))
+    for other in grads[1:]:
+        for got, wanted in zip(other, grads[0], strict=True):
+            assert torch.equal(got, wanted)

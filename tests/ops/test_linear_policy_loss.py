@@ -148,12 +148,66 @@ def test_packed_sequences_arrive_padded():
 
 def test_losses_at_masked_slots_are_left_out():
     hidden, weight, ids, mask, *_ = batch(packed=False)
-    results = [
-        gf.linear_policy_loss(hidden, weight, ids, objective, {}, mask, align="sequence", denominator=1).loss
-        for objective in (lambda logps, mask: logps, lambda logps, mask: torch.where(mask, logps, torch.nan * logps))
-    ]
-    assert results[0] == results[1]
-    assert results[0].isfinite()
+    results = []
+    for objective in (lambda logps, mask: logps, lambda logps, mask: logps + torch.where(mask, 0.0, torch.nan)):
+        leaf = weight.clone().requires_grad_()
+        out = gf.linear_policy_loss(hidden, leaf, ids, objective, {}, mask, align="sequence", denominator=1)
+        out.loss.backward()
+        results.append((out.loss, leaf.grad))
+    assert results[0][0] == results[1][0]
+    assert results[0][0].isfinite()
+    assert torch.equal(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+def test_half_precision(dtype, autocast):
+    """Log-probs are fp32 in the objective, whatever the products are in; so is the loss."""
+    hidden, weight, ids, mask, advantages, old, kwargs = batch(packed=False)
+    kwargs.pop("bias")
+    hidden[~mask] = 0.0
+    seen = []
+
+    def objective(logps, advantages, old):
+        seen.append((logps.dtype, torch.is_autocast_enabled("cpu")))
+        return clipped(logps, advantages, old)
+
+    exact = [t.to(dtype).double().requires_grad_() for t in (hidden, weight)]
+    inputs = {"advantages": advantages, "old": old}
+    wanted = gf.linear_policy_loss(*exact, ids, clipped, inputs, mask, **kwargs).loss
+    leaves = [(t if autocast else t.to(dtype)).requires_grad_() for t in (hidden, weight)]
+    for grad in (True, False):
+        with torch.autocast("cpu", dtype, enabled=autocast), torch.set_grad_enabled(grad):
+            loss = gf.linear_policy_loss(*leaves, ids, objective, inputs, mask, **kwargs).loss
+        assert loss.dtype == torch.float32
+        assert loss.item() == pytest.approx(wanted.item(), rel=2e-2)
+        if grad:
+            grads = gradients(loss, *leaves)
+    assert set(seen) == {(torch.float32, False)}
+    for got, reference, leaf in zip(grads, gradients(wanted, *exact), leaves, strict=True):
+        assert got.dtype == leaf.dtype
+        assert problems.relative_error(got, reference) < 5e-2
+
+
+def test_inference_mode():
+    hidden, weight, ids, mask, *_ = batch(packed=False)
+    run = functools.partial(gf.linear_policy_loss, hidden, weight, ids, lambda logps: -logps, {}, mask)
+    with torch.inference_mode():
+        loss = run().loss
+    assert loss.item() == pytest.approx(run().loss.item(), rel=1e-6)
+
+
+def test_packed_sequences_are_not_compiled():
+    """How long the longest one is decides a shape, and only the numbers know."""
+    torch._dynamo.reset()
+    hidden, weight, ids, mask, advantages, old, kwargs = batch(packed=True)
+    inputs = {"advantages": advantages, "old": old}
+
+    def loss(hidden):
+        return gf.linear_policy_loss(hidden, weight, ids, gspo, inputs, mask, align="sequence", **kwargs).loss
+
+    with pytest.raises(Exception, match="packed sequences cannot be compiled"):
+        torch.compile(loss, fullgraph=True, backend="aot_eager")(hidden)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
