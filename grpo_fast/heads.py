@@ -153,4 +153,8 @@ def head_weight(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
             quantised weight, DoRA and other variants of LoRA, lora_dropout in training mode, trainable tokens, another
             kind of module, DTensors of a module that fully_shard was not called on.
     """
+    if not isinstance(layer, nn.Module):
+        raise ValueError(f"layer: expected the lm_head's module, got {type(layer).__name__}")
+    if hasattr(layer, "get_output_embeddings"):
+        raise UnsupportedHead(layer, "is a whole model", "pass its get_output_embeddings()")
     return _resolve(layer, False)

@@ -105,7 +105,8 @@ class LossOutput:
     Attributes:
         loss: 0-d, or token_ids' shape with reduction="none"; fp32 (fp64 for fp64 inputs), nats.
         logps: token_ids' shape, log-probs of token_ids under the transformed distribution; 0 where not scored. Keep
-            these as `old_logps` of later iterations.
+            these as `old_logps` of later iterations on the same batch. A head does not score tokens whose advantage is
+            0: for other advantages, score_dead_rows=True or linear_token_logprobs makes them complete.
         entropy: token_ids' shape, nats, or None when it was not asked for.
         scored: bool, token_ids' shape: where logps and entropy were computed.
         metrics: see LossMetrics.

@@ -143,6 +143,12 @@ class FastGRPOMixin:
 
     score_dead_rows: bool = True
 
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        order = cls.__mro__
+        if trl.GRPOTrainer in order and order.index(trl.GRPOTrainer) < order.index(FastGRPOMixin):
+            raise TypeError(f"{cls.__name__}: FastGRPOMixin must come before trl.GRPOTrainer in its bases")
+
     def __init__(self, *args, **kwargs):
         for config in (*args, *kwargs.values()):  # before TRL loads models
             if isinstance(config, trl.GRPOConfig):
@@ -178,7 +184,9 @@ class FastGRPOMixin:
                 raise NotImplementedError(f"{what}{_INSTEAD}")
         for name in ("_compute_loss", "_get_per_token_logps_and_entropies"):
             if getattr(super(), name).__func__ is not getattr(trl.GRPOTrainer, name):  # it would not be called
-                raise NotImplementedError(f"{type(self).__name__}: a base class overrides {name}{_INSTEAD}")
+                raise NotImplementedError(
+                    f"{type(self).__name__}: a base class overrides {name}, which this replaces; leave it out{_INSTEAD}"
+                )
 
     def _compute_loss(self, model, inputs):
         """TRL's loss of a micro-batch. Its own code then logs, from log-probs that exist already."""

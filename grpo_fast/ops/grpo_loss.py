@@ -7,7 +7,7 @@ from torch import Tensor
 
 from grpo_fast.ops import backends
 from grpo_fast.ops.autograd import FusedLoss
-from grpo_fast.ops.inputs import check_inplace, check_scores, make_tokens, rows_of
+from grpo_fast.ops.inputs import check_flags, check_inplace, check_scores, make_tokens, rows_of
 from grpo_fast.ops.options import LogitTransform, PolicyOptions
 from grpo_fast.ops.policy import Problem, evaluate, make_problem
 from grpo_fast.ops.token_logprobs import differentiable_logprobs, dtype_name
@@ -84,8 +84,9 @@ def grpo_loss(
         entropy_coef: weight of the entropy bonus.
         temperature, softcap, logit_scale: see token_logprobs.
         max_completion_length: tokens; the constant length of dr_grpo.
-        denominator, entropy_denominator: what the local sums are divided by; 0-d tensors or ints. Give the whole
-            optimizer step's so that accumulated micro-batches equal one large batch. Defaults: this call's own.
+        denominator, entropy_denominator: what the local sums are divided by; 0-d tensors or numbers, 0 counting as 1.
+            Give the whole optimizer step's so that accumulated micro-batches equal one large batch. Defaults: this
+            call's own.
         reduction: "sum", or "none" for differentiable per-token losses, without c_t and denominators.
         return_entropy: fill `entropy` in the output and the metrics.
         inplace: the logits' memory holds the gradient afterwards (after the backward for fp16, sequence level, cispo,
@@ -99,6 +100,7 @@ def grpo_loss(
         ValueError: an argument that does not fit, with what was expected.
         NotImplementedError: a backend that cannot serve these tensors, with the reason.
     """
+    check_flags(return_entropy=return_entropy, inplace=inplace)
     options = PolicyOptions(
         loss_type, epsilon, epsilon_high, delta, beta, importance_sampling_level, use_bias_correction_kl, entropy_coef,
         max_completion_length,

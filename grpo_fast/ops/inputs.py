@@ -94,6 +94,7 @@ class Tokens:
         """old_logps or ref_logps: token_ids' shape exactly."""
         if value is None:
             return None
+        check_tensor(name, value)
         check_constant(name, value)
         if tuple(value.shape) != tuple(self.shape):
             raise ValueError(f"{name}: expected token_ids' shape {list(self.shape)}, got {list(value.shape)}")
@@ -104,10 +105,20 @@ class Tokens:
         """advantages or sampling_weights, per sequence or per token."""
         if value is None:
             return None
-        if not isinstance(value, Tensor):
-            raise ValueError(f"{name}: expected a tensor, got {type(value).__name__}")
+        check_tensor(name, value)
         check_constant(name, value)
         return self.sequences.per_token(name, _moved(name, value, self.ids)).to(dtype).contiguous()
+
+
+def check_tensor(name: str, value, hint: str = "") -> None:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name}: expected a tensor, got {type(value).__name__}{hint}")
+
+
+def check_flags(**flags) -> None:
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}: expected True or False, got {value!r}")
 
 
 def check_constant(name: str, value: Tensor) -> None:
@@ -146,6 +157,9 @@ def _moved(name: str, value: Tensor, ids: Tensor) -> Tensor:
 
 def check_scores(name: str, scores: Tensor, rank_packed: bool | None) -> None:
     """logits or hidden: a floating tensor [B,T,.] or, packed, [N,.]."""
+    check_tensor(
+        name, scores, f"; of a model's output that is .{'logits' if name == 'logits' else 'last_hidden_state'}"
+    )
     if scores.dim() not in (2, 3):
         raise ValueError(f"{name}: expected [B, T, .] or packed [N, .], got shape {list(scores.shape)}")
     if not scores.is_floating_point():
@@ -162,6 +176,9 @@ def check_scores(name: str, scores: Tensor, rank_packed: bool | None) -> None:
 def make_tokens(name: str, scores: Tensor, token_ids: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tokens:
     """Check token_ids, mask and cu_seqlens against logits or hidden (`scores`, called `name`)."""
     lead = tuple(scores.shape[:-1])
+    for other, tensor in (("token_ids", token_ids), ("mask", mask), ("cu_seqlens", cu_seqlens)):
+        if other == "token_ids" or tensor is not None:
+            check_tensor(other, tensor)
     if tuple(token_ids.shape) != lead:
         raise ValueError(
             f"token_ids: expected shape {list(lead)} to go with {name} of shape {list(scores.shape)}, "
@@ -195,7 +212,10 @@ def _packed_sequences(cu_seqlens: Tensor, num_tokens: int, token_ids: Tensor) ->
     if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
         bounds = cu_seqlens.tolist()
         if bounds[0] != 0 or bounds[-1] != num_tokens or bounds != sorted(bounds):
-            raise ValueError(f"cu_seqlens: expected non-decreasing from 0 to N = {num_tokens}, got {bounds[:8]}...")
+            hint = "; these look like lengths: pass their cumsum with a 0 in front" if sum(bounds) == num_tokens else ""
+            raise ValueError(
+                f"cu_seqlens: expected non-decreasing from 0 to N = {num_tokens}, got {bounds[:8]}...{hint}"
+            )
     return Sequences.packed(cu_seqlens, num_tokens)
 
 

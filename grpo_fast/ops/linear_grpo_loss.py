@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.ops import backends, linear_library
-from grpo_fast.ops.inputs import Sequences, Tokens, check_scores, make_tokens
+from grpo_fast.ops.inputs import Sequences, Tokens, check_flags, check_scores, make_tokens
 from grpo_fast.ops.linear_autograd import FusedLinearLoss
 from grpo_fast.ops.linear_inputs import (
     Selection,
@@ -115,6 +115,12 @@ def linear_grpo_loss(
     their place in every denominator; `out.scored` is False and logps and entropy are 0 there. On the CPU rows that turn
     out to be clipped skip the gradient's GEMMs too.
 
+        hidden = model.base_model(input_ids).last_hidden_state  # [B, T, D], after the final norm
+        weight, bias = grpo_fast.head_weight(model.get_output_embeddings())
+        targets, mask = input_ids.roll(-1, 1), completion_mask.roll(-1, 1)  # row t predicts token t + 1
+        mask[:, -1] = 0
+        out = grpo_fast.linear_grpo_loss(hidden, weight, targets, advantages, mask, bias=bias, old_logps=old_logps)
+
     Args:
         hidden, weight, bias, workspace_bytes, fp32_logits: see linear_token_logprobs.
         live_rows: int64 flat indices of the tokens to score, each once, a superset of those with a gradient. On a GPU
@@ -127,6 +133,7 @@ def linear_grpo_loss(
 
     Returns, Raises: see grpo_loss.
     """
+    check_flags(score_dead_rows=score_dead_rows, fp32_logits=fp32_logits, return_entropy=return_entropy)
     options = PolicyOptions(
         loss_type, epsilon, epsilon_high, delta, beta, importance_sampling_level, use_bias_correction_kl, entropy_coef,
         max_completion_length,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.ops.head import HeadOptions
-from grpo_fast.ops.inputs import Tokens, check_plain
+from grpo_fast.ops.inputs import Tokens, check_plain, check_tensor
 from grpo_fast.ops.library import check_ids
 from grpo_fast.ops.linear_autograd import LinearRowLogprobs
 from grpo_fast.ops.linear_library import gemm_dtype
@@ -35,11 +35,16 @@ def head_options(
 
 
 def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    check_tensor("weight", weight, "; of an lm_head module that is grpo_fast.head_weight(module)[0]")
+    if bias is not None:
+        check_tensor("bias", bias)
     for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
-        if tensor is not None:
-            check_plain(name, tensor)
+        check_plain(name, tensor)
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
-        raise ValueError(f"weight: expected [V, D={hidden.shape[-1]}] to go with hidden, got {list(weight.shape)}")
+        hint = "; transposed?" if weight.dim() == 2 and weight.shape[0] == hidden.shape[-1] else ""
+        raise ValueError(
+            f"weight: expected [V, D={hidden.shape[-1]}] to go with hidden, got {list(weight.shape)}{hint}"
+        )
     if not weight.is_floating_point():
         raise ValueError(f"weight: expected a floating-point dtype, got {weight.dtype}")
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
@@ -76,6 +81,7 @@ def mask_on_host(mask: Tensor | None) -> Tensor | None:
 
 def promised(live_rows: Tensor, needed: Tensor, valid: Tensor) -> Selection:
     """The valid ones of the tokens that the caller names, which must be all `needed` ones (checked on the CPU)."""
+    check_tensor("live_rows", live_rows)
     if live_rows.dim() != 1 or live_rows.dtype != torch.int64:
         raise ValueError(f"live_rows: expected int64 of shape [rows], got {live_rows.dtype} {list(live_rows.shape)}")
     if live_rows.device != valid.device and live_rows.device.type != "cpu":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from grpo_fast.ops import backends, linear_library
 from grpo_fast.ops.head import Chunk
 from grpo_fast.ops.head_walk import walk
-from grpo_fast.ops.inputs import Sequences, Tokens, check_scores, make_tokens
+from grpo_fast.ops.inputs import check_flags, check_scores, make_tokens
 from grpo_fast.ops.linear_autograd import FusedLinearLoss
 from grpo_fast.ops.linear_inputs import (
     check_head,
@@ -25,86 +24,10 @@ from grpo_fast.ops.linear_inputs import (
 from grpo_fast.ops.objective import scalar_divisor
 from grpo_fast.ops.options import LogitTransform
 from grpo_fast.ops.token_logprobs import dtype_name
+from grpo_fast.ops.user_objective import UserObjective, split_inputs
 from grpo_fast.types import LossMetrics, LossOutput
 
 ALIGN = ("token", "sequence")
-_GIVEN = ("logps", "entropy", "mask")  # names of the objective's that are not the user's to choose
-
-
-@dataclass(frozen=True)
-class _UserObjective:
-    """Calls the user's function with a chunk's share of the inputs, in the layout that `align` promises."""
-
-    function: Callable[..., Tensor]
-    per_token: dict[str, Tensor]  # (B, T) each
-    per_sequence: dict[str, Tensor]  # (B,) or (B, 1) each
-    scored: Tensor  # (B, T) bool
-    sequences: Sequences
-    divisor: Tensor
-    by_sequence: bool
-    with_entropy: bool
-
-    def __call__(self, logps: Tensor, entropy: Tensor | None, chunk: Chunk) -> Tensor:
-        losses, mask = self.losses(logps, entropy, chunk)
-        return torch.where(mask, losses, 0.0).sum() / self.divisor
-
-    def losses(self, logps: Tensor, entropy: Tensor | None, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """The function's per-token losses, and which of them count."""
-        sequences, take, place = chunk.of(self.sequences)
-        layout = sequences.padded(chunk.longest) if self.by_sequence else lambda vector: vector[0]
-        mask = layout(take(self.scored))
-        inputs = {n: torch.where(mask, layout(take(v)), v.new_zeros(())) for n, v in self.per_token.items()}
-        if self.by_sequence:
-            first, last = chunk.sequences
-            inputs |= {name: values[first:last] for name, values in self.per_sequence.items()}
-        entropy = layout(place(entropy)) if self.with_entropy else None
-        return self.call(layout(place(logps)), entropy, mask, inputs), mask
-
-    def call(self, logps: Tensor, entropy: Tensor | None, mask: Tensor, inputs: dict[str, Tensor]) -> Tensor:
-        if self.by_sequence:
-            inputs = inputs | {"mask": mask}
-        if self.with_entropy:
-            inputs = inputs | {"entropy": entropy}
-        with torch.autocast(logps.device.type, enabled=False):  # log-probs are fp32, whatever the products are
-            losses = self.function(logps, **inputs)
-        if not isinstance(losses, Tensor) or losses.shape != logps.shape:
-            got = list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
-            raise ValueError(f"objective: expected one loss per token, shape {list(logps.shape)} as logps, got {got}")
-        return losses
-
-    def rehearse(self) -> None:
-        """Call the function with two tokens of zeros, before anything expensive happens."""
-        shape = (1, 2) if self.by_sequence else (2,)
-        mask = torch.ones(shape, dtype=torch.bool, device=self.scored.device)
-        inputs = {name: values.new_zeros(shape) for name, values in self.per_token.items()}
-        inputs |= {name: values.new_zeros((1, *values.shape[1:])) for name, values in self.per_sequence.items()}
-        with torch.enable_grad():
-            logps = torch.zeros(shape, device=mask.device, requires_grad=True)
-            entropy = torch.zeros_like(logps, requires_grad=True) if self.with_entropy else None
-            losses = self.call(logps, entropy, mask, inputs)
-        if not losses.requires_grad and not torch.is_inference_mode_enabled():
-            raise ValueError("objective: its result does not depend on logps; is something detached, or in no_grad?")
-
-
-def _split_inputs(inputs: Mapping[str, Tensor], tokens: Tokens, by_sequence: bool) -> tuple[dict, dict]:
-    """Inputs per token, (B, T), and per sequence, (B,) or (B, 1) as they are."""
-    per_token, per_sequence = {}, {}
-    for name, value in inputs.items():
-        if not isinstance(name, str) or not name.isidentifier() or name in _GIVEN:
-            raise ValueError(f"inputs: expected argument names other than {', '.join(_GIVEN)}, got {name!r}")
-        if not isinstance(value, Tensor):
-            raise ValueError(
-                f"inputs[{name!r}]: expected a tensor, got {type(value).__name__}; bind constants to the objective "
-                "with functools.partial"
-            )
-        label = f"inputs[{name!r}]"
-        whole = tokens.broadcast(label, value, value.dtype)
-        shapes = [(tokens.sequences.num,), (tokens.sequences.num, 1)]
-        if by_sequence and value.shape in (shapes[:1] if tokens.sequences.cu_seqlens is not None else shapes):
-            per_sequence[name] = value.to(tokens.ids.device, non_blocking=True)
-        else:
-            per_token[name] = whole
-    return per_token, per_sequence
 
 
 def linear_policy_loss(
@@ -150,12 +73,14 @@ def linear_policy_loss(
             [b, T], per sequence [b] or [b, 1]; and `mask`, bool [b, T]. Losses at masked slots are left out. A
             sequence that does not fit into workspace_bytes has its logits computed twice.
             With with_entropy, also `entropy`, as logps; both are differentiated.
-            Constants are bound with functools.partial. It is called once more beforehand, with zeros, to check it.
+            Constants are bound with functools.partial. Tensors that require grad, other than logps and entropy, are
+            refused. It is called a few times beforehand, with a handful of made-up numbers, to check it.
         inputs: name -> tensor, constants: [B, T] (packed [N]), or [B] or [B, 1]; 0 wherever the mask is.
         align: "token" or "sequence".
-        denominator: what the sum is divided by, a 0-d tensor or an int; default: this call's valid tokens.
-        live_rows: int64 flat indices of the tokens to score, a superset of those with a gradient. They, or a mask on
-            the CPU, save the one host synchronisation that a mask on a GPU costs; align="sequence" costs one anyway.
+        denominator: what the sum is divided by, a 0-d tensor or a number; default: this call's valid tokens.
+        live_rows: int64 flat indices of the tokens to score, each once. They must name every token with a gradient,
+            which is not checked here: one that is left out is left out of the loss. They, or a mask on the CPU, save
+            the one host synchronisation that a mask on a GPU costs; align="sequence" costs one anyway.
         return_entropy: fill `entropy` in the output and the metrics.
 
     Returns:
@@ -169,6 +94,7 @@ def linear_policy_loss(
         raise ValueError(f'align: expected "token" or "sequence", got {align!r}')
     if not callable(objective):
         raise ValueError(f"objective: expected a function, got {type(objective).__name__}")
+    check_flags(with_entropy=with_entropy, fp32_logits=fp32_logits, return_entropy=return_entropy)
     transform = LogitTransform(temperature, softcap, logit_scale)
     check_scores("hidden", hidden, cu_seqlens is not None)
     check_head(hidden, weight, bias)
@@ -181,10 +107,10 @@ def linear_policy_loss(
     else:
         selection = promised(live_rows, torch.zeros_like(tokens.valid), tokens.valid)
     scored = selection.mask
-    per_token, per_sequence = _split_inputs(inputs, tokens, align == "sequence")
+    per_token, per_sequence = split_inputs(inputs, tokens, align == "sequence")
     like = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=hidden.device)
     divisor = scalar_divisor("denominator", tokens.valid.sum() if denominator is None else denominator, like)
-    user = _UserObjective(
+    user = UserObjective(
         objective, per_token, per_sequence, scored, tokens.sequences, divisor, align == "sequence", with_entropy
     )
     want_entropy = with_entropy or return_entropy

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from grpo_fast.ops import backends
-from grpo_fast.ops.inputs import check_scores, make_tokens
+from grpo_fast.ops.inputs import check_flags, check_scores, make_tokens
 from grpo_fast.ops.linear_inputs import check_head, differentiable_logprobs, head_options, mask_on_host, select
 from grpo_fast.ops.linear_library import gemm_dtype
 from grpo_fast.ops.options import LogitTransform
@@ -37,9 +37,10 @@ def linear_token_logprobs(
     linear_policy_loss needs 3 and 2, an entropy bonus included.
 
     Args:
-        hidden: [B, T, D] or [N, D], fp32, bf16 or fp16 (fp64 on the reference backend).
-        weight: [V, D], the lm_head's. Under autocast, or with unequal dtypes, the GEMMs run in autocast's dtype or the
-            promoted one; gradients have their parameter's dtype.
+        hidden: [B, T, D] or [N, D], fp32, bf16 or fp16 (fp64, also of the weight, on the reference backend): what goes
+            into the lm_head, so after the final norm. Row t belongs to token t of token_ids; nothing is shifted.
+        weight: [V, D], the lm_head's; head_weight gives it, LoRA and FSDP2 included. Under autocast, or with unequal
+            dtypes, the GEMMs run in autocast's dtype or the promoted one; gradients have their parameter's dtype.
         mask: see token_logprobs. Where hidden is on a GPU, one on the CPU saves counting it there (a host sync).
         token_ids, temperature, softcap, logit_scale, return_entropy, backend: see token_logprobs. The gradient
             of the entropy, where it is used, computes the logits again.
@@ -53,6 +54,7 @@ def linear_token_logprobs(
 
     Returns, Raises: see token_logprobs.
     """
+    check_flags(fp32_logits=fp32_logits, save_unit_grads=save_unit_grads, return_entropy=return_entropy)
     transform = LogitTransform(temperature, softcap, logit_scale)
     check_scores("hidden", hidden, None)
     check_head(hidden, weight, bias)

@@ -6,6 +6,7 @@ than the token (sequence level), or is applied in the backward (reduction="none"
 
 from __future__ import annotations
 
+import numbers
 from dataclasses import dataclass
 
 import torch
@@ -179,9 +180,13 @@ def scalar_divisor(name: str, value, like: Tensor) -> Tensor:
         if value.numel() != 1:
             raise ValueError(f"{name}: expected a 0-d tensor or a number, got shape {list(value.shape)}")
         check_constant(name, value)
+        on_cpu = value.device.type == "cpu" and not torch.compiler.is_compiling()
+        if value.dtype == torch.bool or (on_cpu and not value >= 0):
+            raise ValueError(f"{name}: expected a number >= 0, got {value}")
         divisor = value.reshape(()).to(device=like.device, dtype=like.dtype)
     else:
-        if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt)) or not value >= 0:
+        number = isinstance(value, (numbers.Real, torch.SymInt)) and not isinstance(value, bool)
+        if not number or not value >= 0:
             raise ValueError(f"{name}: expected a 0-d tensor or a number >= 0, got {value!r}")
         divisor = torch.full((), value, dtype=like.dtype, device=like.device)
     return torch.where(divisor == 0, 1.0, divisor)

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import dataclass
+
+from grpo_fast.ops.inputs import check_flags
 
 LOSS_TYPES = ("grpo", "luspo", "dr_grpo", "bnpo", "dapo", "cispo")
 LEVELS = ("token", "sequence")
 
 
+def _is_number(value) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)  # NumPy's scalars among them
+
+
 def _positive(name: str, value) -> None:
-    if not (isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf):
-        hint = "; greedy sampling is scored with temperature=1.0" if name == "temperature" else ""
+    if not (_is_number(value) and 0 < value < math.inf):
+        greedy = name == "temperature" and _is_number(value) and value == 0
+        hint = "; greedy sampling is scored with temperature=1.0" if greedy else ""
         raise ValueError(f"{name}: expected a finite number > 0, got {value!r}{hint}")
 
 
 def _non_negative(name: str, value) -> None:
-    if not (isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf):
+    if not (_is_number(value) and 0 <= value < math.inf):
         raise ValueError(f"{name}: expected a finite number >= 0, got {value!r}")
 
 
@@ -60,6 +68,7 @@ class PolicyOptions:
             raise ValueError(
                 f'importance_sampling_level: expected "token" or "sequence", got {self.importance_sampling_level!r}'
             )
+        check_flags(use_bias_correction_kl=self.use_bias_correction_kl)
         _non_negative("beta", self.beta)
         _non_negative("entropy_coef", self.entropy_coef)
         if self.is_cispo:
@@ -127,9 +136,11 @@ class PolicyOptions:
 
     def as_fields(self) -> tuple:
         """Every field in order, as the head's op takes them."""
+        high = None if self.epsilon_high is None else float(self.epsilon_high)
+        delta = None if self.delta is None else float(self.delta)
         return (
-            self.loss_type, self.epsilon, self.epsilon_high, self.delta, self.beta, self.importance_sampling_level,
-            self.use_bias_correction_kl, self.entropy_coef, self.max_completion_length,
+            self.loss_type, float(self.epsilon), high, delta, float(self.beta), self.importance_sampling_level,
+            self.use_bias_correction_kl, float(self.entropy_coef), self.max_completion_length,
         )  # fmt: skip
 
     def as_floats(self) -> tuple[float, float, float, float, bool]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from grpo_fast.ops import backends
 from grpo_fast.ops.autograd import RowLogprobs
-from grpo_fast.ops.inputs import check_inplace, check_scores, make_tokens, rows_of
+from grpo_fast.ops.inputs import check_flags, check_inplace, check_scores, make_tokens, rows_of
 from grpo_fast.ops.library import check_ids
 from grpo_fast.ops.options import LogitTransform
 from grpo_fast.ops.reference import row_logprobs
@@ -71,6 +71,7 @@ def token_logprobs(
             inplace on a leaf that requires grad or on overlapping memory.
         NotImplementedError: a backend that cannot serve these tensors, with the reason.
     """
+    check_flags(return_entropy=return_entropy, inplace=inplace)
     transform = LogitTransform(temperature, softcap, logit_scale)
     check_scores("logits", logits, None)
     if inplace:

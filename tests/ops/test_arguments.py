@@ -1,5 +1,8 @@
 """Bad input gets one clear error that names the argument, before any work."""
 
+import types
+
+import numpy as np
 import problems
 import pytest
 import torch
@@ -132,3 +135,51 @@ def test_modules():
             gf.GRPOLoss(**wrong)
     head = gf.LinearGRPOLoss(beta=0.1)
     assert head(torch.zeros(3, 7, 2), torch.zeros(37, 2), **problem, bias=torch.zeros(37)).loss.isfinite()
+
+
+HEAD = {"hidden": torch.ones(2, 3, 4), "weight": torch.ones(5, 4), "token_ids": torch.zeros(2, 3, dtype=torch.int64)}
+WRONG = {
+    r"hidden: expected a tensor, got SimpleNamespace; .*last_hidden_state": {"hidden": types.SimpleNamespace()},
+    r"weight: expected a tensor, got Linear; .*head_weight": {"weight": torch.nn.Linear(4, 5)},
+    r"weight: expected \[V, D=4\] .* got \[4, 5\]; transposed\?": {"weight": torch.ones(4, 5)},
+    r"bias: expected a tensor, got bool": {"bias": False},
+    r"token_ids: expected a tensor, got NoneType": {"token_ids": None},
+    r"mask: expected a tensor, got list": {"mask": [[1, 1, 1], [1, 1, 1]]},
+    r"old_logps: expected a tensor, got list": {"old_logps": [0.0]},
+    r"live_rows: expected a tensor, got list": {"live_rows": [0]},
+    r"score_dead_rows: expected True or False, got 'no'": {"score_dead_rows": "no"},
+    r"return_entropy: expected True or False, got 1": {"return_entropy": 1},
+    r"use_bias_correction_kl: expected True or False": {"use_bias_correction_kl": "no"},
+    r"denominator: expected a number >= 0, got -4": {"denominator": torch.tensor(-4.0)},
+    r"denominator: expected a number >= 0, got nan": {"denominator": torch.tensor(torch.nan)},
+    r"denominator: expected a number >= 0, got True": {"denominator": torch.tensor(True)},
+    r"temperature: expected a finite number > 0, got 0; greedy": {"temperature": 0},
+    r"temperature: expected a finite number > 0, got '1'$": {"temperature": "1"},
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_a_heads_arguments(message):
+    arguments = HEAD | {"advantages": torch.ones(2)} | WRONG[message]
+    with pytest.raises(ValueError, match=message):
+        gf.linear_grpo_loss(**arguments)
+
+
+def test_lengths_for_cu_seqlens():
+    with pytest.raises(ValueError, match="these look like lengths"):
+        gf.linear_grpo_loss(
+            torch.ones(5, 4), torch.ones(5, 4), torch.zeros(5, dtype=torch.int64), torch.ones(2),
+            cu_seqlens=torch.tensor([2, 3]),
+        )  # fmt: skip
+
+
+def test_numpy_scalars_are_numbers():
+    options = {"epsilon": np.float32(0.25), "beta": np.float64(0.5), "temperature": np.int64(1), "entropy_coef": 0}
+    arguments = HEAD | {"advantages": torch.ones(2), "ref_logps": torch.zeros(2, 3), "denominator": np.int64(4)}
+    arguments["hidden"] = arguments["hidden"].clone().requires_grad_()
+    expected = gf.linear_grpo_loss(**arguments, epsilon=0.25, beta=0.5)
+    assert gf.linear_grpo_loss(**arguments, **options).loss == expected.loss
+    logits = torch.randn(2, 3, 5).requires_grad_()
+    tokens = (arguments["token_ids"], torch.ones(2))
+    expected = gf.grpo_loss(logits, *tokens, ref_logps=torch.zeros(2, 3), epsilon=0.25, beta=0.5)
+    assert gf.grpo_loss(logits, *tokens, ref_logps=torch.zeros(2, 3), **options).loss == expected.loss

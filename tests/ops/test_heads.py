@@ -252,3 +252,12 @@ def test_lora_on_a_quantised_layer_is_refused_by_the_layer_below():
     layer.base_layer = Linear4bit(WIDTH, VOCAB)
     with pytest.raises(ValueError, match="Linear4bit is not a plain"):
         gf.head_weight(layer)
+
+
+def test_what_is_no_head_at_all():
+    model = torch.nn.Linear(2, 3)
+    model.get_output_embeddings = lambda: None
+    with pytest.raises(gf.heads.UnsupportedHead, match=r"whole model.*get_output_embeddings\(\)"):
+        gf.head_weight(model)
+    with pytest.raises(ValueError, match="layer: expected the lm_head's module, got Tensor"):
+        gf.head_weight(torch.ones(3, 2))
