@@ -72,7 +72,7 @@ def plan(rows: Tensor, rows_per_chunk: int, sequences: Sequences | None = None) 
     if sequences.cu_seqlens is None:
         bounds = torch.arange(sequences.num + 1, device=rows.device) * sequences.shape[1]
     else:
-        bounds = sequences.cu_seqlens.long()
+        bounds = sequences.cu_seqlens.long().contiguous()
     bounds, starts = torch.stack([bounds, torch.searchsorted(rows, bounds)]).tolist()
     chunks, first = [], 0
     while first < sequences.num:
@@ -158,17 +158,22 @@ class Head:
             self._memory = None
 
 
+def grad_dtype(parameter: Tensor, gemm_dtype: torch.dtype) -> torch.dtype:
+    """Of a gradient that the backward has yet to scale: before a loss scaler's factor a float16 one may flush to 0."""
+    return torch.float32 if torch.float16 in (parameter.dtype, gemm_dtype) else parameter.dtype
+
+
 class HeadGrads:
     """Gradients of hidden, weight and bias from those of logits chunks, each only where needed (None otherwise).
 
     float16 products would overflow or flush to zero, so a float32 gradient is brought near 1 for them, exactly, and
-    the results stay float32 (`keeps_fp32`) until the backward has scaled them.
+    the results stay float32 until the backward has scaled them, as those of float16 parameters do (`grad_dtype`). All
+    are contiguous, whatever the strides of what they are gradients of: the backends scale rows.
     """
 
     def __init__(self, head: Head, need: tuple[bool, bool, bool]):
         self.head, self.need = head, need
-        self.keeps_fp32 = head.how.dtype == torch.float16
-        dtype = torch.float32 if self.keeps_fp32 else head.hidden.dtype
+        dtype = grad_dtype(head.hidden, head.how.dtype)
         self.hidden = torch.zeros(head.hidden.shape, dtype=dtype, device=head.hidden.device) if need[0] else None
         self.weight: Tensor | None = None  # by the first chunk, so that nothing is zeroed and read for it
         self.bias: Tensor | None = None
@@ -200,7 +205,7 @@ class HeadGrads:
         return dlogits_RV.float() @ self.head.wide_operand
 
     def finish(self) -> list[Tensor]:
-        """In the parameters' dtypes, or all in float32 (`keeps_fp32`); empty where not needed."""
+        """In the parameters' dtypes, or float32 (`grad_dtype`); empty where not needed."""
         head, results = self.head, []
         for grad, parameter, needed in zip(
             (self.hidden, self.weight, self.bias), (head.hidden, head.weight, head.bias), self.need, strict=True
@@ -208,7 +213,7 @@ class HeadGrads:
             if not needed:
                 results.append(head.hidden.new_empty(0))
                 continue
-            dtype = torch.float32 if self.keeps_fp32 else parameter.dtype
+            dtype = grad_dtype(parameter, head.how.dtype)
             if grad is None:  # no row had one
                 grad = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
             results.append(grad.to(dtype))
@@ -232,8 +237,9 @@ def _accumulate(total: Tensor | None, a: Tensor, b: Tensor, scale: Tensor | None
 
 def _power_of_two_below(values: Tensor) -> Tensor:
     """A power of two in [max|values| / 2, max|values|], 1 where all are 0: dividing by it is exact."""
-    largest = values.abs().amax().clamp(max=torch.finfo(torch.float32).max)
-    return torch.where(largest > 0, torch.exp2(torch.floor(torch.log2(largest.clamp(min=2.0**-126)))), 1.0)
+    largest = values.abs().amax()
+    exponent = torch.floor(torch.log2(largest.clamp(min=2.0**-126))).clamp(max=127.0)  # inf has one, too
+    return torch.where(largest > 0, torch.exp2(exponent), 1.0)
 
 
 def move_up(rows_RV: Tensor, keep: Tensor) -> Tensor:

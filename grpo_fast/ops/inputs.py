@@ -142,6 +142,11 @@ def check_plain(name: str, tensor: Tensor | None) -> None:
         )
 
 
+def check_floating(name: str, tensor: Tensor) -> None:
+    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        raise ValueError(f"{name}: expected a floating-point dtype (float64, 32, 16 or bfloat16), got {tensor.dtype}")
+
+
 def _same_device(name: str, value: Tensor, ids: Tensor) -> None:
     if value.device != ids.device:
         raise ValueError(f"{name}: expected device {ids.device} (token_ids'), got {value.device}")
@@ -162,8 +167,7 @@ def check_scores(name: str, scores: Tensor, rank_packed: bool | None) -> None:
     )
     if scores.dim() not in (2, 3):
         raise ValueError(f"{name}: expected [B, T, .] or packed [N, .], got shape {list(scores.shape)}")
-    if not scores.is_floating_point():
-        raise ValueError(f"{name}: expected a floating-point dtype, got {scores.dtype}")
+    check_floating(name, scores)
     if rank_packed is True and scores.dim() != 2:
         raise ValueError(f"cu_seqlens: belongs to packed [N, .] {name}, got {name} of shape {list(scores.shape)}")
     if rank_packed is False and scores.dim() != 3:

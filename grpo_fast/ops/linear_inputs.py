@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.ops.head import HeadOptions
-from grpo_fast.ops.inputs import Tokens, check_plain, check_tensor
+from grpo_fast.ops.inputs import Tokens, check_floating, check_plain, check_tensor
 from grpo_fast.ops.library import check_ids
 from grpo_fast.ops.linear_autograd import LinearRowLogprobs
 from grpo_fast.ops.linear_library import gemm_dtype
@@ -39,14 +39,14 @@ def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if bias is not None:
         check_tensor("bias", bias)
     for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
-        check_plain(name, tensor)
+        if tensor is not None:
+            check_plain(name, tensor)
+            check_floating(name, tensor)
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
         hint = "; transposed?" if weight.dim() == 2 and weight.shape[0] == hidden.shape[-1] else ""
         raise ValueError(
             f"weight: expected [V, D={hidden.shape[-1]}] to go with hidden, got {list(weight.shape)}{hint}"
         )
-    if not weight.is_floating_point():
-        raise ValueError(f"weight: expected a floating-point dtype, got {weight.dtype}")
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
         raise ValueError(f"bias: expected [V={weight.shape[0]}], got {list(bias.shape)}")
     for name, tensor in (("weight", weight), ("bias", bias)):

@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from grpo_fast.ops.head import Head, HeadGrads, HeadOptions, plan
+from grpo_fast.ops.head import Head, HeadGrads, HeadOptions, grad_dtype, plan
 from grpo_fast.ops.head_walk import RowStats, rows_or_all, rows_with_gradient, walk
 from grpo_fast.ops.library import _TRANSFORM, check_ids, define
 from grpo_fast.ops.objective import PolicyInputs, policy_objective
@@ -76,8 +76,7 @@ def _fake_grads(hidden, weight, bias, need_hidden, need_weight, need_bias, how):
     def gradient(tensor, needed):
         if not needed:
             return hidden.new_empty(0)
-        dtype = torch.float32 if how.dtype == torch.float16 else tensor.dtype
-        return torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
+        return torch.empty(tensor.shape, dtype=grad_dtype(tensor, how.dtype), device=tensor.device)
 
     needs = (need_hidden, need_weight, need_bias)
     return tuple(gradient(*pair) for pair in zip((hidden, weight, bias), needs, strict=True))

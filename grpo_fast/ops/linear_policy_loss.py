@@ -75,7 +75,8 @@ def linear_policy_loss(
             With with_entropy, also `entropy`, as logps; both are differentiated.
             Constants are bound with functools.partial. Tensors that require grad, other than logps and entropy, are
             refused. It is called a few times beforehand, with a handful of made-up numbers, to check it.
-        inputs: name -> tensor, constants: [B, T] (packed [N]), or [B] or [B, 1]; 0 wherever the mask is.
+        inputs: name -> tensor, constants: [B, T] (packed [N] or [N, 1]), or [B] or [B, 1]; 0 wherever the mask is.
+            Packed with as many sequences as tokens, [N] is per sequence and [N, 1] per token.
         align: "token" or "sequence".
         denominator: what the sum is divided by, a 0-d tensor or a number; default: this call's valid tokens.
         live_rows: int64 flat indices of the tokens to score, each once. They must name every token with a gradient,
@@ -134,7 +135,7 @@ def linear_policy_loss(
         rows = torch.arange(scored.numel(), device=scored.device) if selection.rows is None else selection.rows
         span = ((0, tokens.sequences.num), (0, scored.numel())) if user.by_sequence else ()
         flat = [None if v is None else v.reshape(-1)[rows] for v in (logps, entropy)]
-        loss = user(*flat, Chunk(rows, *span))
+        loss = user(*flat, Chunk(rows, *span)).to(like.dtype)
     logps = logps.detach().reshape(tokens.shape)
     entropy = entropy.detach().reshape(tokens.shape) if want_entropy else None
     counts = {"tokens": tokens.valid.sum(), "scored_tokens": scored.sum()}

@@ -98,18 +98,19 @@ def token_losses(logps: Tensor, inputs: PolicyInputs, options: PolicyOptions) ->
     if options.beta > 0:
         d = torch.where(inputs.scored, inputs.ref_logps, 0.0) - torch.where(inputs.scored, logps, 0.0)
         losses = losses + options.beta * (
-            _corrected(d, log_ratio, options) if options.use_bias_correction_kl else k3(d)
+            _corrected(d, log_ratio, inputs, options) if options.use_bias_correction_kl else k3(d)
         )
     return torch.where(inputs.scored, losses, 0.0)
 
 
-def _corrected(d: Tensor, log_ratio: Tensor, options: PolicyOptions) -> Tensor:
+def _corrected(d: Tensor, log_ratio: Tensor, inputs: PolicyInputs, options: PolicyOptions) -> Tensor:
     """r k3(d), the bias-corrected KL (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, section 3.1)."""
     product = k3(d) * torch.exp(torch.where(d == 0, 0.0, log_ratio))  # d = 0: an overflowing ratio times 0 is no NaN
-    if options.is_sequence_level:
-        return product
     # r e^d = pi_ref / pi_old is a constant; leaving it in would make the derivative, -r d, a difference of large terms.
     far = (d > 1.0) & (log_ratio < 80.0)
+    if options.is_sequence_level:  # where r is that of one token only if the sequence has no other
+        sequences = inputs.tokens.sequences
+        far = far & (sequences.expand(sequences.sum(inputs.tokens.valid)) == 1)
     far_d, far_log = torch.where(far, d, 0.0), torch.where(far, log_ratio, 0.0)
     difference = torch.exp((far_log + far_d).detach()) - torch.exp(far_log) * (1.0 + far_d)
     return torch.where(far, difference, torch.where(far, 0.0, product))

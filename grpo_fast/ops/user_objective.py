@@ -40,7 +40,7 @@ class UserObjective:
         inputs = {n: torch.where(mask, layout(take(v)), v.new_zeros(())) for n, v in self.per_token.items()}
         if self.by_sequence:
             first, last = chunk.sequences
-            inputs |= {name: values[first:last] for name, values in self.per_sequence.items()}
+            inputs |= {name: values[first:last].clone() for name, values in self.per_sequence.items()}
         entropy = layout(place(entropy)) if self.with_entropy else None
         return self.call(layout(place(logps)), entropy, mask, inputs), mask
 

@@ -229,7 +229,6 @@ def patched():
 
 
 REFUSED = [
-    (lambda: None, "NoneType is not a plain linear layer"),
     (lambda: nn.Embedding(VOCAB, WIDTH), "Embedding is not a plain linear layer"),
     (lambda: nn.Sequential(linear()), "Sequential is not a plain linear layer"),
     (lambda: Linear4bit(WIDTH, VOCAB), "Linear4bit is not a plain linear layer"),

@@ -512,3 +512,87 @@ def test_under_checkpointing_and_hooks_on_saved_tensors(backend):
     for other in grads[1:]:
         for got, wanted in zip(other, grads[0], strict=True):
             assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("upstream", [1.0, 2.0])
+@pytest.mark.parametrize("retain", [False, True])
+@pytest.mark.parametrize("mask", [True, False], ids=["valid", "masked"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_operands_of_any_strides(backend, mask, retain, upstream):
+    """Both transposed: a gradient in their layout has no unit-stride rows for the backend to scale."""
+    hidden = torch.randn(WIDTH, 2, 3).permute(1, 2, 0).requires_grad_()
+    weight = torch.randn(WIDTH, 11).t().requires_grad_()
+    arguments = (torch.randint(0, 11, (2, 3)), torch.tensor([1.0, -2.0]), torch.full((2, 3), mask))
+    out = gf.linear_grpo_loss(hidden, weight, *arguments, backend=backend)
+    actual = torch.autograd.grad(out.loss * upstream, (hidden, weight), retain_graph=retain)
+    straight = [t.detach().contiguous().requires_grad_() for t in (hidden, weight)]
+    out = gf.linear_grpo_loss(*straight, *arguments, backend=backend)
+    for a, e in zip(actual, torch.autograd.grad(out.loss * upstream, straight), strict=True):
+        assert torch.allclose(a, e, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("save_unit_grads", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_upstream_nan_at_masked_slots_stays_there(backend, frozen, save_unit_grads):
+    """As where(mask, exp(logps - old), 0) makes it of old log-probs that are -inf at masked slots."""
+    mask = torch.tensor([[True, False, True], [False, True, True]])
+    hidden = torch.randn(2, 3, WIDTH, requires_grad=True)
+    weight = torch.randn(11, WIDTH, requires_grad=not frozen)
+    out = gf.linear_token_logprobs(
+        hidden, weight, torch.randint(0, 11, (2, 3)), mask, save_unit_grads=save_unit_grads, backend=backend
+    )
+    old_logps = torch.where(mask, -1.0, -torch.inf)
+    torch.where(mask, torch.exp(out - old_logps), 0.0).sum().backward()
+    assert hidden.grad.isfinite().all()
+    assert not hidden.grad[~mask].any()
+    assert hidden.grad[mask].any()
+    assert frozen or weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_corrected_kl_far_from_the_reference_in_sequences_of_one_token(backend):
+    """dL/dlogp = -beta r d: at d = 40 nothing of it is left of r (k3 + 1 - e^d) in float32."""
+    hidden, weight = torch.randn(3, 1, WIDTH), torch.randn(11, WIDTH)
+    ids, advantages = torch.randint(0, 11, (3, 1)), torch.zeros(3)
+    logps = gf.linear_token_logprobs(hidden, weight, ids)
+    gradients = []
+    for level in ("token", "sequence"):
+        leaf = hidden.clone().requires_grad_()
+        gf.linear_grpo_loss(
+            leaf, weight, ids, advantages, old_logps=logps, ref_logps=logps + 40.0, beta=0.1,
+            use_bias_correction_kl=True, importance_sampling_level=level, backend=backend,
+        ).loss.backward()  # fmt: skip
+        gradients.append(leaf.grad)
+    assert problems.relative_error(*gradients) < 1e-5
+
+
+def test_what_is_no_tensor_is_named():
+    hidden, weight, ids, advantages = torch.randn(2, 3, 4), torch.randn(5, 4), torch.zeros(2, 3).long(), torch.ones(2)
+    given = {"hidden": hidden, "weight": weight, "token_ids": ids, "advantages": advantages}
+    for name in (*given, "mask", "bias", "old_logps", "ref_logps", "live_rows"):
+        with pytest.raises(ValueError, match=f"^{name}: expected a tensor, got list"):
+            gf.linear_grpo_loss(**given | {name: [1.0]})
+    with pytest.raises(ValueError, match=r"^cu_seqlens: expected a tensor, got list"):
+        gf.linear_grpo_loss(hidden[0], weight, ids[0], advantages[:1], cu_seqlens=[0, 3])
+    for bias in (torch.zeros(5).long(), torch.zeros(5, dtype=torch.complex64)):
+        with pytest.raises(ValueError, match=r"^bias: expected a floating"):
+            gf.linear_grpo_loss(**given, bias=bias)
+    for name in ("hidden", "weight"):
+        with pytest.raises(ValueError, match=f"^{name}: expected a floating.*float8"):
+            gf.linear_grpo_loss(**given | {name: given[name].to(torch.float8_e4m3fn)})
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float16), (torch.float16, torch.float32)], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_fp16_parameter_beside_fp32_survives_small_coefficients(backend, dtypes):
+    """A loss scaler's factor arrives in the backward; before, these gradients are below float16's smallest number."""
+    hidden, weight = (t.to(d) for t, d in zip((torch.randn(2, 3, WIDTH), torch.randn(11, WIDTH)), dtypes, strict=True))
+    ids, scale = torch.randint(0, 11, (2, 3)), 2.0**24
+    gradients = []
+    for inside, outside in ((1.0, scale), (scale, 1.0)):
+        leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        out = gf.linear_grpo_loss(*leaves, ids, torch.full((2,), 1e-8 * inside), backend=backend)
+        gradients.append(torch.autograd.grad(out.loss * outside, leaves))
+    for late, early in zip(*gradients, strict=True):
+        assert problems.relative_error(late, early) < 2e-3

@@ -316,3 +316,19 @@ def test_differentiable_once(backend):
         return
     with pytest.raises(RuntimeError, match="differentiated once"):
         grad.sum().backward()
+
+
+@pytest.mark.parametrize("align", ["token", "sequence"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_objective_may_write_into_its_inputs(backend, align):
+    def objective(logps, advantages, mask=None):
+        advantages.mul_(2.0)
+        return (-logps * (advantages if advantages.dim() == logps.dim() else advantages[:, None])).double()
+
+    advantages = torch.tensor([1.0, -2.0])
+    out = gf.linear_policy_loss(
+        torch.randn(2, 3, D), torch.randn(V, D), torch.randint(0, V, (2, 3)), objective, {"advantages": advantages},
+        align=align, backend=backend, workspace_bytes=1,
+    )  # fmt: skip
+    assert advantages.tolist() == [1.0, -2.0]
+    assert out.loss.dtype == torch.float32
