@@ -94,3 +94,21 @@ def test_float64_stays_float64(dtypes, autocast):
     for leaf, wanted in zip(leaves, exact, strict=True):
         assert leaf.grad.dtype == leaf.dtype
         assert problems.relative_error(leaf.grad, wanted.grad) < max(1e-12, torch.finfo(leaf.dtype).eps)
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize("backend", [b for b in problems.backends_here() if b != "reference"])
+def test_fp32_logits_are_rounded_nowhere(backend, autocast):
+    """Of bf16 operands, under autocast too, but neither the products nor a float32 bias are rounded after them."""
+    problem = problems.make(all_valid=True)
+    operands = torch.float32 if autocast else torch.bfloat16
+    hidden, weight, bias = tensors_of(problem, operands, operands, torch.float32)
+    exact = hidden.bfloat16().double() @ weight.bfloat16().double().t() + bias.double()
+    expected = gf.token_logprobs(exact, problem["token_ids"], return_entropy=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        values = gf.linear_token_logprobs(
+            hidden, weight, problem["token_ids"], bias=bias, fp32_logits=True, return_entropy=True, backend=backend,
+            workspace_bytes=4 * 37 * 5,
+        )  # fmt: skip
+    assert problems.relative_error(values.logps, expected.logps) < 2e-6
+    assert problems.relative_error(values.entropy, expected.entropy) < 2e-6
