@@ -370,7 +370,7 @@ def test_live_rows_name_dead_tokens_too_where_those_are_scored():
     arguments, _ = split(problem, {})
     valid = problem["mask"]
     live = (valid & (problem["advantages"] != 0)).flatten().nonzero()[:, 0]
-    with pytest.raises(ValueError, match="live_rows.*misses flat index 0"):
+    with pytest.raises(ValueError, match=r"live_rows.*misses flat index 0"):
         gf.linear_grpo_loss(hidden, weight, **arguments, live_rows=live, score_dead_rows=True)
     everything = valid.flatten().nonzero()[:, 0]
     out = gf.linear_grpo_loss(hidden, weight, **arguments, live_rows=everything, score_dead_rows=True)
@@ -392,6 +392,28 @@ def test_kept_unit_gradients_of_some_rows_in_chunks(backend):
 
     for got, wanted in zip(grads(save_unit_grads=True, workspace_bytes=4 * 37 * 3), grads(), strict=True):
         assert problems.relative_error(got, wanted) < 2e-6
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_overflowing_corrected_kl_is_inf(backend):
+    """Log-ratio 100, the reference 2 above: inf, as the product says, and not inf - inf."""
+    hidden, weight, ids = torch.zeros(1, 1, 4), torch.zeros(9, 4), torch.zeros(1, 1, dtype=torch.int64)
+    logps = gf.linear_token_logprobs(hidden, weight, ids)
+    out = gf.linear_grpo_loss(
+        hidden, weight.requires_grad_(), ids, torch.ones(1), old_logps=logps - 100, ref_logps=logps + 2, beta=0.1,
+        use_bias_correction_kl=True, backend=backend,
+    )  # fmt: skip
+    assert out.loss == torch.inf
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("options", [{}, {"importance_sampling_level": "sequence"}], ids=["token", "sequence"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ids_out_of_range(backend, options, train):
+    hidden, weight = torch.zeros(1, 2, 4), torch.zeros(9, 4, requires_grad=train)
+    for bad in (9, -1):
+        with pytest.raises((ValueError, RuntimeError), match="token_ids"):
+            gf.linear_grpo_loss(hidden, weight, torch.tensor([[0, bad]]), torch.ones(1), backend=backend, **options)
 
 
 def test_live_rows_name_a_token_once():

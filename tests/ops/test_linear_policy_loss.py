@@ -239,11 +239,35 @@ def test_an_objective_of_the_entropy_alone(backend):
         assert problems.relative_error(got, wanted) < 1e-6
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bias_corrected_kl_of_sequences_by_hand(backend):
+    """The ratio is the sequence's: r e^d is no constant there, however far the reference is."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(2, 5, D).requires_grad_(), (torch.randn(V, D) / 4).requires_grad_()
+    ids, old, ref = torch.randint(0, V, (2, 5)), -3 - torch.rand(2, 5), -torch.rand(2, 5)
+
+    def kl(logps, old, ref, mask):
+        ratio = torch.exp((logps - old).mean(1, keepdim=True))
+        return 0.1 * ratio * (torch.exp(ref - logps) - (ref - logps) - 1)
+
+    inputs = {"old": old, "ref": ref}
+    by_hand = gf.linear_policy_loss(
+        hidden, weight, ids, kl, inputs, align="sequence", denominator=1, backend=backend
+    ).loss  # fmt: skip
+    built_in = gf.linear_grpo_loss(
+        hidden, weight, ids, torch.zeros(2), old_logps=old, ref_logps=ref, beta=0.1, use_bias_correction_kl=True,
+        importance_sampling_level="sequence", loss_type="bnpo", denominator=1, backend=backend,
+    ).loss  # fmt: skip
+    assert built_in.item() == pytest.approx(by_hand.item(), rel=1e-5)
+    for got, wanted in zip(gradients(built_in, hidden, weight), gradients(by_hand, hidden, weight), strict=True):
+        assert problems.relative_error(got, wanted) < 1e-5
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_tokens_without_gradient_in_a_sequence_of_several_parts(backend, packed):
     """They leave the products part by part, and each part has its own."""
-    hidden, weight, ids, mask, _, old, kwargs = batch(packed)
+    hidden, weight, ids, mask, _, _, kwargs = batch(packed)
     leaves = [hidden.requires_grad_(), weight.requires_grad_(), kwargs["bias"].requires_grad_()]
     a = torch.randn(ids.shape) * (torch.rand(ids.shape) > 0.5)
 
