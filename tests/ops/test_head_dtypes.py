@@ -116,12 +116,12 @@ def test_fp32_logits_are_rounded_nowhere(backend, autocast):
     assert problems.relative_error(values.entropy, expected.entropy) < 2e-6
 
 
-@pytest.mark.parametrize("largest", [0.0, 2.0**-149, 3e-39, 0.75, 1.0, 5.0, 2.0**24 + 2, 3e38, torch.inf])
+@pytest.mark.parametrize("largest", [0.0, 2.0**-149, 3e-39, 0.75, 1.0, 5.0, 2.0**24 + 2, 3e38])
 def test_the_scale_of_float16_products_is_a_power_of_two(largest):
     """At most the largest value, so that dividing by it is exact and gives no more than 2."""
-    size = head._power_of_two_below(torch.tensor([0.1 * min(largest, 1e30), -largest]))
+    size = head._power_of_two_below(torch.tensor([0.1 * largest, -largest]))
     assert math.frexp(size.item())[0] == 0.5
     if largest == 0:
         assert size == 1
-    elif 2.0**-126 <= largest < torch.inf:
+    elif largest >= 2.0**-126:
         assert size <= largest < 2 * size
