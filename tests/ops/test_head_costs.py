@@ -91,6 +91,8 @@ def test_products_over_live_rows(backend, options):
         loss = grpo(arguments, backend=backend, **options)
         assert flops(loss, hidden, weight) == pytest.approx(3 * live)
         assert flops(loss, hidden, weight, train=("hidden",)) == pytest.approx(2 * live)
+    hidden, weight, arguments = batch(dead=4)
+    assert flops(grpo(arguments | {"mask": None}, backend=backend, **options), hidden, weight) == pytest.approx(1.8)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -222,6 +224,28 @@ def test_one_workspace_and_one_gradient(backend, options, no_kept_workspace):
     gf.release_workspace()
     _, sizes = large(loss, hidden, weight, 1, train=("hidden",))
     assert sizes.count(workspace) == 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_workspace_is_made_for_the_largest_chunk(backend, no_kept_workspace):
+    """Chunks of whole sequences differ in their rows: of 7 and of 8 here."""
+    hidden, weight, arguments = batch()
+    arguments["mask"][0, 0] = 0
+    loss = grpo(arguments, backend=backend, workspace_bytes=4 * V * T, **SEQUENCE)
+    _, sizes = large(loss, hidden, weight, 1)
+    assert sizes.count(4 * V * T) == 1
+    assert sizes.count(4 * V * (T - 1)) == 0
+
+
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b == "cpu"])
+def test_the_wide_weight_is_made_once(backend, no_kept_workspace):
+    """The CPU has no product of bf16 operands with a float32 result: all chunks share one float32 weight."""
+    hidden, weight, arguments = batch()
+    loss = lambda hidden, weight: gf.linear_token_logprobs(  # noqa: E731
+        hidden.bfloat16(), weight, arguments["token_ids"], fp32_logits=True, workspace_bytes=4 * V * T, backend=backend
+    )
+    _, sizes = large(loss, hidden, weight.bfloat16(), 1, train=())
+    assert sizes.count(4 * V * D) == 1
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -1,6 +1,7 @@
 """B41: hidden, weight and bias in any dtypes, under any autocast: right values, gradients in their own dtypes."""
 
 import itertools
+import math
 
 import problems
 import pytest
@@ -8,6 +9,7 @@ import torch
 from problems import split
 
 import grpo_fast as gf
+from grpo_fast.ops import head
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIXES = [*itertools.product(DTYPES, repeat=2)]
@@ -126,3 +128,34 @@ def test_logits_may_stay_fp32(backend, dtype):
     assert problems.relative_error(logps[0], expected.logps) < 2e-6
     if dtype == torch.bfloat16:
         assert problems.relative_error(logps[1], expected.logps) > 1e-4
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize("backend", [b for b in problems.backends_here() if b != "reference"])
+def test_fp32_logits_are_rounded_nowhere(backend, autocast):
+    """Of bf16 operands, under autocast too, but neither the products nor a float32 bias are rounded after them."""
+    problem = problems.make(all_valid=True)
+    operands = torch.float32 if autocast else torch.bfloat16
+    hidden, weight, bias = tensors_of(problem, operands, operands, torch.float32)
+    exact = hidden.bfloat16().double() @ weight.bfloat16().double().t() + bias.double()
+    expected = gf.token_logprobs(exact, problem["token_ids"], return_entropy=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        values = gf.linear_token_logprobs(
+            hidden, weight, problem["token_ids"], bias=bias, fp32_logits=True, return_entropy=True, backend=backend,
+            workspace_bytes=4 * 37 * 5,
+        )  # fmt: skip
+    assert problems.relative_error(values.logps, expected.logps) < 2e-6
+    assert problems.relative_error(values.entropy, expected.entropy) < 2e-6
+
+
+@pytest.mark.parametrize(
+    "largest", [0.0, 2.0**-149, 3e-39, 0.75, 1.0, 5.0, 2.0**24 + 2, 3.4e38, 3.4028234e38, math.inf]
+)
+def test_the_scale_of_float16_products_is_a_power_of_two(largest):
+    """At most the largest value, so that dividing by it is exact and gives no more than 2."""
+    size = head._power_of_two_below(torch.tensor([0.1 * largest, -largest]))
+    assert math.frexp(size.item())[0] == 0.5
+    if largest == 0:
+        assert size == 1
+    elif 2.0**-126 <= largest < math.inf:
+        assert size <= largest < 2 * size

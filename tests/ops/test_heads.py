@@ -118,6 +118,15 @@ def test_the_scale_and_the_active_adapters_are_those_of_the_moment():
     assert not torch.allclose(both, two)
 
 
+def test_an_active_adapter_of_other_layers():
+    """It adds nothing here."""
+    layer = lora_layer(linear())
+    before = gf.head_weight(layer)[0]
+    layer._active_adapter = [*layer.active_adapters, "elsewhere"]
+    assert torch.equal(gf.head_weight(layer)[0], before)
+    assert_same(layer)
+
+
 def test_a_transposed_base_layer():
     """fan_in_fan_out: Conv1D keeps its weight as [D, V]."""
     pytest.importorskip("transformers", reason="transformers is not installed")
@@ -190,6 +199,16 @@ def test_modules_to_save_gives_the_module_in_use():
         wrapper.modules_to_save["default"].weight.mul_(2.0)
     assert gf.head_weight(wrapper)[0] is wrapper.modules_to_save["default"].weight
     assert_same(wrapper)
+    for active in (["default", "other"], ["other"]):  # of which the other has no copy of its own
+        wrapper._active_adapter = active
+        assert gf.head_weight(wrapper)[0] is wrapper.original_module.weight
+        assert_same(wrapper)
+    wrapper.update("other")
+    for active in (["default", "other"], ["other", "default"]):  # the first one runs
+        wrapper._active_adapter = active
+        assert gf.head_weight(wrapper)[0] is wrapper.modules_to_save[active[0]].weight
+        assert_same(wrapper)
+    wrapper._active_adapter = ["default"]
     wrapper.enable_adapters(False)
     assert gf.head_weight(wrapper)[0] is wrapper.original_module.weight
     assert_same(wrapper)

@@ -312,6 +312,110 @@ def test_live_rows_may_name_masked_tokens(backend, options):
         assert problems.relative_error(a, e) < 2e-6
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_few_masked_live_rows_stay_out_of_the_gradients(backend):
+    """Too few for the rows without a gradient to be moved out of the products: their NaN has to be kept out there."""
+    problem = problems.make(batch=1, length=64, vocab=11, all_valid=True)
+    problem["mask"][0, 20] = False
+    tensors = head(problem)
+    arguments, _ = split(problem, {})
+    expected, grads = run(tensors, arguments, {"beta": 0.1, "ref_logps": problem["ref_logps"]}, backend=backend)
+    tensors[0][0, 20] = torch.nan
+    options = {"beta": 0.1, "ref_logps": problem["ref_logps"], "live_rows": torch.arange(64)}
+    out, actual = run(tensors, arguments, options, backend=backend)
+    assert torch.allclose(out.loss, expected.loss, rtol=1e-6)
+    for a, e in zip(actual, grads, strict=True):
+        assert problems.relative_error(a, e) < 2e-6
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_masked_live_rows_are_not_scored(backend):
+    """Whatever their ids: log-probs and entropies are 0 there."""
+    problem = problems.make()
+    hidden, weight, _ = head(problem)
+    mask = problem["mask"]
+    problem["token_ids"][~mask] = -100
+    arguments, _ = split(problem, {})
+    weight, rows = weight.requires_grad_(), torch.arange(mask.numel())
+    for out in (
+        gf.linear_grpo_loss(hidden, weight, **arguments, live_rows=rows, return_entropy=True, backend=backend),
+        gf.linear_policy_loss(
+            hidden, weight, problem["token_ids"], lambda logps: -logps, {}, mask, live_rows=rows, return_entropy=True,
+            backend=backend,
+        ),
+    ):  # fmt: skip
+        assert torch.equal(out.scored, mask)
+        for vector in (out.logps, out.entropy):
+            assert (vector[~mask] == 0).all()
+            assert (vector[mask] != 0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_live_rows_in_any_order_at_sequence_level(backend):
+    problem = problems.make(batch=4, all_valid=True)
+    tensors = head(problem)
+    arguments, options = split(problem, {"importance_sampling_level": "sequence", "beta": 0.1})
+    more = {"backend": backend, "workspace_bytes": 4 * 37 * 14}
+    expected, grads = run(tensors, arguments, options, **more)
+    rows = torch.randperm(28, generator=torch.Generator().manual_seed(0))
+    out, actual = run(tensors, arguments, options, live_rows=rows, **more)
+    assert torch.allclose(out.loss, expected.loss, rtol=1e-6)
+    for a, e in zip(actual, grads, strict=True):
+        assert problems.relative_error(a, e) < 2e-6
+
+
+def test_live_rows_name_dead_tokens_too_where_those_are_scored():
+    problem = problems.make()
+    hidden, weight, _ = head(problem)
+    arguments, _ = split(problem, {})
+    valid = problem["mask"]
+    live = (valid & (problem["advantages"] != 0)).flatten().nonzero()[:, 0]
+    with pytest.raises(ValueError, match=r"live_rows.*misses flat index 0"):
+        gf.linear_grpo_loss(hidden, weight, **arguments, live_rows=live, score_dead_rows=True)
+    everything = valid.flatten().nonzero()[:, 0]
+    out = gf.linear_grpo_loss(hidden, weight, **arguments, live_rows=everything, score_dead_rows=True)
+    assert torch.equal(out.scored, valid)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_kept_unit_gradients_of_some_rows_in_chunks(backend):
+    """The backward takes them chunk by chunk, each row with its own upstream gradient."""
+    problem = problems.make()
+    tensors = [t.requires_grad_() for t in head(problem)]
+    upstream = torch.randn(problem["mask"].shape)
+
+    def grads(**options):
+        logps = gf.linear_token_logprobs(
+            *tensors[:2], problem["token_ids"], problem["mask"], bias=tensors[2], backend=backend, **options
+        )
+        return torch.autograd.grad((logps * upstream).sum(), tensors)
+
+    for got, wanted in zip(grads(save_unit_grads=True, workspace_bytes=4 * 37 * 3), grads(), strict=True):
+        assert problems.relative_error(got, wanted) < 2e-6
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_overflowing_corrected_kl_is_inf(backend):
+    """Log-ratio 100, the reference 2 above: inf, as the product says, and not inf - inf."""
+    hidden, weight, ids = torch.zeros(1, 1, 4), torch.zeros(9, 4), torch.zeros(1, 1, dtype=torch.int64)
+    logps = gf.linear_token_logprobs(hidden, weight, ids)
+    out = gf.linear_grpo_loss(
+        hidden, weight.requires_grad_(), ids, torch.ones(1), old_logps=logps - 100, ref_logps=logps + 2, beta=0.1,
+        use_bias_correction_kl=True, backend=backend,
+    )  # fmt: skip
+    assert out.loss == torch.inf
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("options", [{}, {"importance_sampling_level": "sequence"}], ids=["token", "sequence"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ids_out_of_range(backend, options, train):
+    hidden, weight = torch.zeros(1, 2, 4), torch.zeros(9, 4, requires_grad=train)
+    for bad in (9, -1):
+        with pytest.raises((ValueError, RuntimeError), match="token_ids"):
+            gf.linear_grpo_loss(hidden, weight, torch.tensor([[0, bad]]), torch.ones(1), backend=backend, **options)
+
+
 def test_live_rows_name_a_token_once():
     """Twice would count twice in the weight's gradient."""
     problem = problems.make(all_valid=True)

@@ -146,6 +146,33 @@ def test_packed_sequences_arrive_padded():
         assert (logps[i, length:] == 0).all()
 
 
+def test_a_chunk_is_padded_to_its_own_longest_sequence():
+    hidden, weight, ids, mask, _, _, kwargs = batch(packed=True)
+    shapes = []
+
+    def look(logps, mask):
+        shapes.append(tuple(logps.shape))
+        return logps
+
+    gf.linear_policy_loss(
+        hidden.requires_grad_(), weight, ids, look, {}, mask, align="sequence", workspace_bytes=4 * V * 15, **kwargs
+    )  # fmt: skip
+    assert shapes[-2:] == [(4, 9), (1, 15)]  # before them come the rehearsal's
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_sequence_at_all(backend, train):
+    hidden, weight = torch.zeros(0, D), torch.randn(V, D, requires_grad=train)
+    ids, cu_seqlens = torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    out = gf.linear_policy_loss(
+        hidden, weight, ids, lambda logps, mask: -logps, {}, align="sequence", cu_seqlens=cu_seqlens, backend=backend
+    )  # fmt: skip
+    assert out.loss == 0
+    if train:
+        assert (gradients(out.loss, weight)[0] == 0).all()
+
+
 def test_losses_at_masked_slots_are_left_out():
     hidden, weight, ids, mask, *_ = batch(packed=False)
     results = []
@@ -238,6 +265,98 @@ def test_live_rows_are_the_callers_promise():
     some = run(live_rows=rows[:3])
     assert some.scored.sum() == 3
     assert some.loss.item() == pytest.approx(-some.logps.sum().item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_live_rows_keep_the_default_denominator(backend):
+    """The loss divides by valid tokens, scored or not; the mean entropy is of scored ones."""
+    hidden, weight, ids, mask, *_ = batch(packed=False)
+    rows = mask.flatten().nonzero()[:3, 0]
+    out = gf.linear_policy_loss(
+        hidden, weight, ids, lambda logps: -logps, {}, mask, live_rows=rows, return_entropy=True, backend=backend
+    )  # fmt: skip
+    assert out.loss.item() == pytest.approx((-out.logps.sum() / mask.sum()).item(), rel=1e-6)
+    assert out.metrics.means()["entropy"].item() == pytest.approx((out.entropy.sum() / 3).item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_objective_of_the_entropy_alone(backend):
+    hidden, weight, ids, mask, *_ = batch(packed=False)
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    run = functools.partial(
+        gf.linear_policy_loss, *leaves, ids, mask=mask, inputs={}, with_entropy=True, denominator=1, backend=backend
+    )
+    alone = gradients(run(objective=lambda logps, entropy: -entropy).loss, *leaves)
+    both = gradients(run(objective=lambda logps, entropy: 0.0 * logps - entropy).loss, *leaves)
+    for got, wanted in zip(alone, both, strict=True):
+        assert wanted.abs().max() > 0.1
+        assert problems.relative_error(got, wanted) < 1e-6
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bias_corrected_kl_of_sequences_by_hand(backend):
+    """The ratio is the sequence's: r e^d is no constant there, however far the reference is."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(2, 5, D).requires_grad_(), (torch.randn(V, D) / 4).requires_grad_()
+    ids, old, ref = torch.randint(0, V, (2, 5)), -3 - torch.rand(2, 5), -torch.rand(2, 5)
+
+    def kl(logps, old, ref, mask):
+        ratio = torch.exp((logps - old).mean(1, keepdim=True))
+        return 0.1 * ratio * (torch.exp(ref - logps) - (ref - logps) - 1)
+
+    inputs = {"old": old, "ref": ref}
+    by_hand = gf.linear_policy_loss(
+        hidden, weight, ids, kl, inputs, align="sequence", denominator=1, backend=backend
+    ).loss  # fmt: skip
+    built_in = gf.linear_grpo_loss(
+        hidden, weight, ids, torch.zeros(2), old_logps=old, ref_logps=ref, beta=0.1, use_bias_correction_kl=True,
+        importance_sampling_level="sequence", loss_type="bnpo", denominator=1, backend=backend,
+    ).loss  # fmt: skip
+    assert built_in.item() == pytest.approx(by_hand.item(), rel=1e-5)
+    for got, wanted in zip(gradients(built_in, hidden, weight), gradients(by_hand, hidden, weight), strict=True):
+        assert problems.relative_error(got, wanted) < 1e-5
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tokens_without_gradient_in_a_sequence_of_several_parts(backend, packed):
+    """They leave the products part by part, and each part has its own."""
+    hidden, weight, ids, mask, _, _, kwargs = batch(packed)
+    leaves = [hidden.requires_grad_(), weight.requires_grad_(), kwargs["bias"].requires_grad_()]
+    a = torch.randn(ids.shape) * (torch.rand(ids.shape) > 0.5)
+
+    def grads(rows):
+        out = gf.linear_policy_loss(
+            hidden, weight, ids, lambda logps, a, mask: a * logps, {"a": a}, mask, align="sequence",
+            workspace_bytes=4 * V * rows, backend=backend, **kwargs,
+        )  # fmt: skip
+        return gradients(out.loss, *leaves)
+
+    for got, wanted in zip(grads(3), grads(1000), strict=True):
+        assert problems.relative_error(got, wanted) < 2e-6
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_chunks_add_up_in_float64(backend):
+    """One large loss first: each of the others alone is below half a rounding step of it in float32."""
+    a = torch.ones(1, 65)
+    a[0, 0] = 2.0**24
+    loss = gf.linear_policy_loss(
+        torch.zeros(1, 65, D), torch.zeros(V, D, requires_grad=True), torch.zeros(1, 65, dtype=torch.int64),
+        lambda logps, a: 0.0 * logps + a, {"a": a}, denominator=1, workspace_bytes=4 * V, backend=backend,
+    ).loss  # fmt: skip
+    assert loss == 2.0**24 + 64
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_graph_that_is_kept_gives_the_same_gradients_again(backend):
+    hidden, weight, ids, mask, *_ = batch(packed=False)
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    loss = gf.linear_policy_loss(hidden, weight, ids, lambda logps: -logps, {}, mask, backend=backend).loss
+    first = torch.autograd.grad(2.0 * loss, leaves, retain_graph=True)
+    again = torch.autograd.grad(2.0 * loss, leaves, retain_graph=True)
+    for one, two in zip(first, again, strict=True):
+        assert torch.equal(one, two)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -112,6 +112,17 @@ def test_extrema_combine():
         assert means["ratio/max"] == pytest.approx(math.exp(0.7), rel=1e-6)
 
 
+@pytest.mark.parametrize("low, high", [(0.2, 0.7), (-0.7, -0.2)])
+def test_metrics_without_ratios_leave_the_extrema(low, high):
+    """An objective of one's own has no ratio: its metrics are added like any other."""
+    hidden, weight, ids = torch.randn(1, 2, 4), torch.randn(6, 4), torch.randint(0, 6, (1, 2))
+    own = gf.linear_policy_loss(hidden, weight, ids, lambda logps: -logps, {}).metrics
+    for total in (own + run([[low, high]], [[1.0, 1.0]]).metrics, run([[low, high]], [[1.0, 1.0]]).metrics + own):
+        assert total.means()["ratio/min"] == pytest.approx(math.exp(low), rel=1e-6)
+        assert total.means()["ratio/max"] == pytest.approx(math.exp(high), rel=1e-6)
+    assert own.means()["ratio/min"] == own.means()["ratio/max"] == 0
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_dropped_sequences_count_as_unclipped(backend):
     """Sequence level, head: a sequence without an advantage is not scored, but it counts in the clip ratio."""
@@ -136,3 +147,9 @@ def test_kl_averages_over_scored_tokens(backend):
         backend=backend,
     )  # fmt: skip
     assert out.metrics.means()["kl"] == pytest.approx(math.e - 2, rel=1e-5)
+
+
+def test_counts_are_exact_beyond_float32():
+    count = torch.tensor(2**24 + 1)
+    metrics = gf.LossMetrics.of(count.device, tokens=count)
+    assert (metrics + metrics).tokens.item() == 2**25 + 2
