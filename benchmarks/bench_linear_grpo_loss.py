@@ -49,7 +49,7 @@ from .harness import Variant, interleave, load_average, peak_bytes, print_table,
 from .linear_peers import Batch, Loss, bare_gemms, losses, policy_loss
 
 COMPLETION = 64
-WORKSPACE_BYTES = 1 << 29  # linear_grpo_loss's default on a CPU, handed to it, since the bare GEMMs take its chunks
+WORKSPACE_MIB = 512  # linear_grpo_loss's default on a CPU, handed to it, since the bare GEMMs take its chunks
 CHECKED = 16  # rows of hidden and of the weight compared with float64
 NEW_GRADIENTS = "gemms, new gradients"
 PEERS = ("trl", "liger", "liger compiled", "plain")
@@ -180,14 +180,14 @@ def examine(case: Case, variant: Variant, is_loss: bool) -> tuple[int, int, dict
     return flops, peak_bytes(variant), errors
 
 
-def measure(case: Case, candidates: dict[str, Loss], rounds: int) -> list[dict[str, object]]:
+def measure(case: Case, candidates: dict[str, Loss], rounds: int, workspace_bytes: int) -> list[dict[str, object]]:
     vocab, hidden_size = case.weight.shape
     roofs, variants = {}, {}
     for trainable in (True, False):
         for name, loss in candidates.items():
             if trainable or name != "liger compiled":
                 variants[name, trainable] = case.variant(name, loss, trainable)
-        rows, chunk = case.live_hidden.shape[0], WORKSPACE_BYTES // (4 * vocab)
+        rows, chunk = case.live_hidden.shape[0], max(1, workspace_bytes // (4 * vocab))
         for name, size, new in (
             ("gemms at once", rows, False),
             ("gemms in chunks", chunk, False),
@@ -228,7 +228,7 @@ def measure(case: Case, candidates: dict[str, Loss], rounds: int) -> list[dict[s
             "peak_mib": f"{peak / 2**20:.0f}",
             **errors,
         }
-        table.append({**row, "rounds": rounds, "load_before": load})
+        table.append({**row, "workspace_mib": workspace_bytes >> 20, "rounds": rounds, "load_before": load})
     return table
 
 
@@ -255,17 +255,20 @@ def main() -> None:
     batches = [(prompt, dead) for prompt in (1, 128) for dead in (0.0, 0.4)]
     parser.add_argument("--batches", type=batch_shape, nargs="+", default=batches, metavar="PROMPT:DEAD")
     parser.add_argument("--sequences", type=int, default=8)
+    parser.add_argument("--workspace-mib", type=int, default=WORKSPACE_MIB, help="grpo_fast's")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=("trl", "liger", "plain"))
     parser.add_argument("--output", default="bench_linear_grpo_loss", help="name of the CSV in benchmarks/results")
     args = parser.parse_args()
     if args.quick:
         args.heads, args.batches, args.rounds = [(8192, 256)], [(32, 0.4)], 3
 
-    candidates = {n: loss for n, loss in losses(WORKSPACE_BYTES).items() if n == "grpo_fast" or n in args.peers}
+    candidates = {
+        n: loss for n, loss in losses(args.workspace_mib << 20).items() if n == "grpo_fast" or n in args.peers
+    }
     rows = []
     for vocab, hidden_size in args.heads:
         for case in cases(vocab, hidden_size, args.sequences, args.batches, COMPLETION):
-            rows.append(measure(case, candidates, args.rounds))
+            rows.append(measure(case, candidates, args.rounds, args.workspace_mib << 20))
             print_table(rows[-1])
     if not args.quick:
         print(write_csv(args.output, [row for case in rows for row in case]))
