@@ -3,7 +3,8 @@
     python -m benchmarks bench_linear_grpo_loss [--quick] [--rounds 3] [--heads 49152x576 151936x1024]
                                                 [--batches 1:0 128:0 128:0.4] [--sequences 8] [--peers trl]
 
-The whole table takes half an hour on two cores.
+The whole table takes half an hour on two cores. What less workspace costs is in another file of results:
+--heads 49152x576 --batches 1:0 --workspace-mib 16 --peers trl liger --output bench_linear_grpo_loss_small_workspace
 
 Every variant gets the same hidden states [B, P + C, D], the output of a graph as from a model, the same weight, tokens,
 advantages and old log-probs, and hands back the gradient of all of hidden and, where the head is trainable, of the

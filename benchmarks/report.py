@@ -44,12 +44,12 @@ def loss_table() -> str:
 
 def head_table() -> str:
     """The fused lm_head, forward and backward: grpo_fast's line of each case, with what its peers need beside it."""
-    results = rows("bench_linear_grpo_loss.csv")
-    case_of = ("vocab", "hidden", "sequences", "prompt", "completion", "dead", "head")
+    results = rows("bench_linear_grpo_loss.csv") + rows("bench_linear_grpo_loss_small_workspace.csv")
+    case_of = ("vocab", "hidden", "sequences", "prompt", "completion", "dead", "head", "workspace_mib")
     variants = {(*(r[name] for name in case_of), r["variant"]): r for r in results}
     header = (
-        "V x D", "sequences", "prompt + completion", "advantage 0", "head", "median ms", "TRL / ours", "Liger / ours",
-        "plain PyTorch / ours", "of the bare GEMMs (with new gradients)", "peak MiB", "TRL", "Liger",
+        "V x D", "sequences", "prompt + completion", "advantage 0", "head", "workspace MiB", "median ms", "TRL / ours",
+        "Liger / ours", "plain PyTorch / ours", "of the bare GEMMs (with new gradients)", "peak MiB", "TRL", "Liger",
         "plain", "worst error",
     )  # fmt: skip
     lines = []
@@ -62,7 +62,7 @@ def head_table() -> str:
         errors = (ours[f"{part}_error"] for part in ("loss", "dhidden", "dweight"))
         lines.append((
             f"{ours['vocab']} x {ours['hidden']}", ours["sequences"], f"{ours['prompt']} + {ours['completion']}",
-            ours["dead"], ours["head"], ours["median_ms"], *speeds,
+            ours["dead"], ours["head"], ours["workspace_mib"], ours["median_ms"], *speeds,
             f"{ours['share_of_gemms']} ({ours['share_of_gemms_new_gradients']})", ours["peak_mib"],
             *(peer["peak_mib"] if peer else "-" for peer in peers), max((e for e in errors if e != "-"), key=float),
         ))  # fmt: skip
