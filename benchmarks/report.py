@@ -58,7 +58,7 @@ def head_table() -> str:
             continue
         ours = variants[*case, name]
         peers = [variants.get((*case, peer)) for peer in ("trl", "liger", "plain")]
-        speeds = (f"{ours[f'times_faster_than_{peer}']}x" for peer in ("trl", "liger", "plain"))
+        speeds = (f"{ours[f'times_faster_than_{peer}']}x".replace("-x", "-") for peer in ("trl", "liger", "plain"))
         errors = (ours[f"{part}_error"] for part in ("loss", "dhidden", "dweight"))
         lines.append((
             f"{ours['vocab']} x {ours['hidden']}", ours["sequences"], f"{ours['prompt']} + {ours['completion']}",
