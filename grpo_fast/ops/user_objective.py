@@ -15,7 +15,7 @@ from grpo_fast.ops.inputs import Sequences, Tokens
 _GIVEN = ("logps", "entropy", "mask")  # names of the objective's that are not the user's to choose
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen: torch 2.11 cannot trace the making of a frozen one with a function in it
 class UserObjective:
     """Calls the user's function with a chunk's share of the inputs, in the layout that `align` promises."""
 
