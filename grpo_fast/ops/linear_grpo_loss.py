@@ -7,14 +7,13 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from grpo_fast.ops import backends, linear_library
-from grpo_fast.ops.inputs import Sequences, Tokens, check_flags, check_scores, make_tokens
+from grpo_fast.ops import linear_library
+from grpo_fast.ops.inputs import Sequences, Tokens, check_flags
 from grpo_fast.ops.linear_autograd import FusedLinearLoss
 from grpo_fast.ops.linear_inputs import (
     Selection,
-    check_head,
     differentiable_logprobs,
-    head_options,
+    head_inputs,
     mask_on_host,
     promised,
     select,
@@ -23,7 +22,6 @@ from grpo_fast.ops.linear_inputs import (
 from grpo_fast.ops.objective import PolicyInputs
 from grpo_fast.ops.options import LogitTransform, PolicyOptions
 from grpo_fast.ops.policy import Problem, evaluate, make_problem
-from grpo_fast.ops.token_logprobs import dtype_name
 from grpo_fast.types import LossOutput
 
 
@@ -139,18 +137,15 @@ def linear_grpo_loss(
         max_completion_length,
     )  # fmt: skip
     transform = LogitTransform(temperature, softcap, logit_scale)
-    check_scores("hidden", hidden, cu_seqlens is not None)
-    check_head(hidden, weight, bias)
-    tokens = make_tokens("hidden", hidden, token_ids, mask, cu_seqlens)
-    dtype = linear_library.gemm_dtype(hidden, weight)
-    name = backends.choose(backend, hidden.device.type, dtype_name(dtype))
+    tokens, how = head_inputs(
+        hidden, weight, bias, token_ids, mask, cu_seqlens, cu_seqlens is not None, workspace_bytes, fp32_logits, backend
+    )
     problem = make_problem(
-        tokens, options, torch.promote_types(dtype, torch.float32), advantages=advantages, old_logps=old_logps,
+        tokens, options, torch.promote_types(how.dtype, torch.float32), advantages=advantages, old_logps=old_logps,
         ref_logps=ref_logps, sampling_weights=sampling_weights, denominator=denominator,
         entropy_denominator=entropy_denominator, reduction=reduction, return_entropy=return_entropy,
     )  # fmt: skip
-    how = head_options(hidden, weight, workspace_bytes, fp32_logits, name)
-    in_forward = reduction == "sum" and name != "reference" and wants_gradient(hidden, weight, bias)
+    in_forward = reduction == "sum" and how.backend != "reference" and wants_gradient(hidden, weight, bias)
     valid, live = tokens.valid, _live_tokens(problem.inputs, options)
     on_host = (None, None)
     if hidden.device.type != "cpu":

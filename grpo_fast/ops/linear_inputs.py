@@ -7,13 +7,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from grpo_fast.ops import backends
 from grpo_fast.ops.head import HeadOptions
-from grpo_fast.ops.inputs import Tokens, check_floating, check_plain, check_tensor
+from grpo_fast.ops.inputs import Tokens, check_floating, check_plain, check_scores, check_tensor, make_tokens
 from grpo_fast.ops.library import check_ids
 from grpo_fast.ops.linear_autograd import LinearRowLogprobs
 from grpo_fast.ops.linear_library import gemm_dtype
 from grpo_fast.ops.options import LogitTransform
 from grpo_fast.ops.reference import row_logprobs
+from grpo_fast.ops.token_logprobs import dtype_name
 
 # Default workspace of the logits chunk: large enough that the GEMMs run at full speed and the fp32 weight gradient is
 # read and written a few times only, small beside the weight and its gradient.
@@ -52,6 +54,26 @@ def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and tensor.device != hidden.device:
             raise ValueError(f"{name}: expected device {hidden.device} (hidden's), got {tensor.device}")
+
+
+def head_inputs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    token_ids: Tensor,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    rank_packed: bool | None,
+    workspace_bytes: int | None,
+    fp32_logits: bool,
+    backend: str | None,
+) -> tuple[Tokens, HeadOptions]:
+    """The arguments that every head function has, checked; rank_packed as in check_scores."""
+    check_scores("hidden", hidden, rank_packed)
+    check_head(hidden, weight, bias)
+    tokens = make_tokens("hidden", hidden, token_ids, mask, cu_seqlens)
+    name = backends.choose(backend, hidden.device.type, dtype_name(gemm_dtype(hidden, weight)))
+    return tokens, head_options(hidden, weight, workspace_bytes, fp32_logits, name)
 
 
 def wants_gradient(*tensors: Tensor | None) -> bool:

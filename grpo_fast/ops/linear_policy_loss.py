@@ -7,15 +7,13 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from grpo_fast.ops import backends, linear_library
 from grpo_fast.ops.head import Chunk
 from grpo_fast.ops.head_walk import walk
-from grpo_fast.ops.inputs import check_flags, check_scores, make_tokens
+from grpo_fast.ops.inputs import check_flags
 from grpo_fast.ops.linear_autograd import FusedLinearLoss
 from grpo_fast.ops.linear_inputs import (
-    check_head,
     differentiable_logprobs,
-    head_options,
+    head_inputs,
     mask_on_host,
     promised,
     select,
@@ -23,7 +21,6 @@ from grpo_fast.ops.linear_inputs import (
 )
 from grpo_fast.ops.objective import scalar_divisor
 from grpo_fast.ops.options import LogitTransform
-from grpo_fast.ops.token_logprobs import dtype_name
 from grpo_fast.ops.user_objective import UserObjective, split_inputs
 from grpo_fast.types import LossMetrics, LossOutput
 
@@ -74,7 +71,8 @@ def linear_policy_loss(
             sequence that does not fit into workspace_bytes has its logits computed twice.
             With with_entropy, also `entropy`, as logps; both are differentiated.
             Constants are bound with functools.partial. Tensors that require grad, other than logps and entropy, are
-            refused. It is called a few times beforehand, with a handful of made-up numbers, to check it.
+            refused. It is called a few times beforehand, with a handful of made-up numbers, to check it (on a GPU not
+            for mixing, which would wait for the device).
         inputs: name -> tensor, constants: [B, T] (packed [N] or [N, 1]), or [B] or [B, 1]; 0 wherever the mask is.
             Packed with as many sequences as tokens, [N] is per sequence and [N, 1] per token.
         align: "token" or "sequence".
@@ -97,19 +95,16 @@ def linear_policy_loss(
         raise ValueError(f"objective: expected a function, got {type(objective).__name__}")
     check_flags(with_entropy=with_entropy, fp32_logits=fp32_logits, return_entropy=return_entropy)
     transform = LogitTransform(temperature, softcap, logit_scale)
-    check_scores("hidden", hidden, cu_seqlens is not None)
-    check_head(hidden, weight, bias)
-    tokens = make_tokens("hidden", hidden, token_ids, mask, cu_seqlens)
-    dtype = linear_library.gemm_dtype(hidden, weight)
-    name = backends.choose(backend, hidden.device.type, dtype_name(dtype))
-    how = head_options(hidden, weight, workspace_bytes, fp32_logits, name)
+    tokens, how = head_inputs(
+        hidden, weight, bias, token_ids, mask, cu_seqlens, cu_seqlens is not None, workspace_bytes, fp32_logits, backend
+    )
     if live_rows is None:
         selection = select(tokens.valid, mask is None, mask_on_host(mask))
     else:
         selection = promised(live_rows, torch.zeros_like(tokens.valid), tokens.valid)
     scored = selection.mask
     per_token, per_sequence = split_inputs(inputs, tokens, align == "sequence")
-    like = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=hidden.device)
+    like = torch.zeros((), dtype=torch.promote_types(how.dtype, torch.float32), device=hidden.device)
     divisor = scalar_divisor("denominator", tokens.valid.sum() if denominator is None else denominator, like)
     user = UserObjective(
         objective, per_token, per_sequence, scored, tokens.sequences, divisor, align == "sequence", with_entropy
@@ -123,9 +118,19 @@ def linear_policy_loss(
     else:
         user.rehearse()
     shape = tokens.ids.shape
-    if name != "reference" and wants_gradient(hidden, weight, bias) and not torch.compiler.is_compiling():
+    if how.backend != "reference" and wants_gradient(hidden, weight, bias) and not torch.compiler.is_compiling():
         loss, logps, entropy = FusedLinearLoss.apply(
-            hidden.flatten(0, -2), weight, bias, _walk, name, selection, tokens.ids, user, want_entropy, transform, how
+            hidden.flatten(0, -2),
+            weight,
+            bias,
+            _walk,
+            how.backend,
+            selection,
+            tokens.ids,
+            user,
+            want_entropy,
+            transform,
+            how,
         )
         logps, entropy = logps.reshape(shape), entropy.reshape(shape) if want_entropy else None
     else:

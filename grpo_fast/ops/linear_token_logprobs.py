@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from grpo_fast.ops import backends
-from grpo_fast.ops.inputs import check_flags, check_scores, make_tokens
-from grpo_fast.ops.linear_inputs import check_head, differentiable_logprobs, head_options, mask_on_host, select
-from grpo_fast.ops.linear_library import gemm_dtype
+from grpo_fast.ops.inputs import check_flags
+from grpo_fast.ops.linear_inputs import differentiable_logprobs, head_inputs, mask_on_host, select
 from grpo_fast.ops.options import LogitTransform
-from grpo_fast.ops.token_logprobs import dtype_name
 from grpo_fast.types import TokenLogprobs
 
 
@@ -56,15 +53,11 @@ def linear_token_logprobs(
     """
     check_flags(fp32_logits=fp32_logits, save_unit_grads=save_unit_grads, return_entropy=return_entropy)
     transform = LogitTransform(temperature, softcap, logit_scale)
-    check_scores("hidden", hidden, None)
-    check_head(hidden, weight, bias)
-    tokens = make_tokens("hidden", hidden, token_ids, mask, None)
-    name = backends.choose(backend, hidden.device.type, dtype_name(gemm_dtype(hidden, weight)))
+    tokens, how = head_inputs(hidden, weight, bias, token_ids, mask, None, None, workspace_bytes, fp32_logits, backend)
     selection = select(tokens.valid, mask is None, mask_on_host(mask))
     logps, entropy = differentiable_logprobs(
-        hidden, weight, bias, selection, tokens, transform, return_entropy,
-        head_options(hidden, weight, workspace_bytes, fp32_logits, name), save_unit_grads=save_unit_grads,
-    )  # fmt: skip
+        hidden, weight, bias, selection, tokens, transform, return_entropy, how, save_unit_grads=save_unit_grads
+    )
     if return_entropy:
         return TokenLogprobs(logps.reshape(tokens.shape), entropy.reshape(tokens.shape))
     return logps.reshape(tokens.shape)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo_fast.ops.head import Chunk
-from grpo_fast.ops.inputs import Sequences, Tokens
+from grpo_fast.ops.inputs import Sequences, Tokens, check_tensor
 
 _GIVEN = ("logps", "entropy", "mask")  # names of the objective's that are not the user's to choose
 
@@ -68,6 +68,8 @@ class UserObjective:
             return
         if not both.requires_grad:
             raise ValueError("objective: its result does not depend on logps; is something detached, or in no_grad?")
+        if both.device.type != "cpu":  # comparing would wait for the device
+            return
         alone = torch.cat([self._made_up(slice(i, i + 1)) for i in range(2)])
         if not torch.allclose(both, alone, equal_nan=True):
             one = "sequence" if self.by_sequence else "token"
@@ -135,12 +137,8 @@ def split_inputs(inputs: Mapping[str, Tensor], tokens: Tokens, by_sequence: bool
     for name, value in inputs.items():
         if not isinstance(name, str) or not name.isidentifier() or name in _GIVEN:
             raise ValueError(f"inputs: expected argument names other than {', '.join(_GIVEN)}, got {name!r}")
-        if not isinstance(value, Tensor):
-            raise ValueError(
-                f"inputs[{name!r}]: expected a tensor, got {type(value).__name__}; bind constants to the objective "
-                "with functools.partial"
-            )
         label = f"inputs[{name!r}]"
+        check_tensor(label, value, "; bind constants to the objective with functools.partial")
         whole = tokens.broadcast(label, value, value.dtype)
         shapes = [(tokens.sequences.num,), (tokens.sequences.num, 1)]
         if by_sequence and value.shape in (shapes[:1] if tokens.sequences.cu_seqlens is not None else shapes):

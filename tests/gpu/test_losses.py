@@ -65,7 +65,11 @@ def test_nothing_waits_for_the_device():
     def step():
         out = gf.grpo_loss(logits, **problem, beta=0.1)
         head = gf.linear_grpo_loss(hidden, weight, **problem, beta=0.1, live_rows=everything)
-        (out.loss + head.loss).backward()
+        own = gf.linear_policy_loss(
+            hidden, weight, problem["token_ids"], lambda logps, old: (logps - old) ** 2, {"old": problem["old_logps"]},
+            problem["mask"], live_rows=everything,
+        )  # fmt: skip
+        (out.loss + head.loss + own.loss).backward()
         return (out.metrics + head.metrics).means()
 
     step()  # compiles

@@ -1,19 +1,10 @@
 """Fixtures of the trainer's tests."""
 
 import pytest
-import torch
+from one_thread import one_thread  # noqa: F401
 from tiny_models import make_model, make_tokenizer
 
 from grpo_fast.config import BatchConfig, GRPOConfig, LogConfig, LossConfig, OptimConfig, RolloutConfig
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """The machine is shared and the models are tiny."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
