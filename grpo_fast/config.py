@@ -74,6 +74,13 @@ class RolloutConfig:
     top_k: int = 0  # sample among the k most likely tokens; 0 keeps everything
     max_rows: int | None = None  # completions generated at once; None: all of a step
     mask_truncated_completions: bool = False  # leave completions that hit the length limit out of the loss
+    # Groups of equal rewards teach nothing: how many more times a step samples other prompts in their place.
+    max_resampling_rounds: int = 0
+    # Weights for what was sampled from other probabilities than the policy's (rounding, another engine):
+    # token_truncate caps them, token_mask leaves tokens beyond the cap out. None: token_truncate where the engine's
+    # arithmetic is not the policy's own, else none.
+    importance_sampling_mode: Literal["token_truncate", "token_mask", "none"] | None = None
+    importance_sampling_clip_max: float = 3.0  # the cap
 
     def __post_init__(self) -> None:
         check_types(self, "rollout")
@@ -96,6 +103,18 @@ class RolloutConfig:
         expect(0 < self.top_p <= 1, "rollout.top_p", "a number in (0, 1]", self.top_p, "1.0 to keep all")
         check_range("rollout.top_k", self.top_k, at_least=0)
         check_range("rollout.max_rows", self.max_rows, at_least=1)
+        check_range("rollout.max_resampling_rounds", self.max_resampling_rounds, at_least=0)
+        cap = self.importance_sampling_clip_max
+        expect(cap >= 1, "rollout.importance_sampling_clip_max", "a number >= 1", cap, "e.g. 3.0")
+        mode = self.importance_sampling_mode
+        because = "with top_p or top_k, whose log-probs are of another distribution than the policy's"
+        unlike = mode in ("token_truncate", "token_mask") and not self.samples_the_policy
+        refuse(unlike, "rollout.importance_sampling_mode", mode, because, "it to null, or top_p=1.0 and top_k=0")
+
+    @property
+    def samples_the_policy(self) -> bool:
+        """Whether completions are drawn from the policy's own distribution, not from a part of the vocabulary."""
+        return self.top_p == 1 and self.top_k == 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,6 +145,7 @@ class LossConfig:
     use_bias_correction_kl: bool = False  # weigh the KL estimate with the ratio
     entropy_coef: float = 0.0  # weight of the entropy bonus
     num_iterations: int = 1  # optimizer steps on one rollout
+    count_dead_groups: bool = True  # whether groups of equal rewards count in the loss's denominator
     scale_rewards: Literal["group", "batch", "none"] = "group"  # whose spread divides the advantages
     advantage_std: Literal["population", "sample"] = "population"  # "sample" (divides by n - 1) is TRL's
     backend: Literal["reference", "cpu", "triton", "cuda"] | None = None  # None: the best for the device

@@ -1,6 +1,5 @@
 """The machine a run meets: what `grpo-fast env` prints, and what a run refuses before it loads anything."""
 
-import os
 import platform
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -8,6 +7,7 @@ from importlib.util import find_spec
 
 import torch
 
+from grpo_fast import parallel
 from grpo_fast.config import GRPOConfig
 from grpo_fast.ops.backends import available_backends, choose
 
@@ -55,12 +55,11 @@ def check_environment(args: GRPOConfig, device: torch.device | None = None) -> N
         device: where the model is; None: where it would be loaded to.
 
     Raises:
-        ValueError: several processes, or a loss.backend that cannot be used here, with the reason.
+        ValueError: WORLD_SIZE without torchrun's other variables, or a loss.backend that cannot be used here, with the
+            reason.
         ImportError: a logger of log.report_to that is not installed.
     """
-    world_size = os.environ.get("WORLD_SIZE") or "1"
-    if world_size != "1":
-        raise ValueError(f"WORLD_SIZE: expected 1, a single process, got {world_size}")
+    parallel.check_environment()
     if args.loss.backend is not None:
         dtype = "float32" if args.model.dtype == "auto" else args.model.dtype  # backends treat the two alike
         try:

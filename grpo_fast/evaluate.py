@@ -2,19 +2,22 @@
 
 from collections.abc import Callable, Sequence
 
+import torch
+
+from grpo_fast import parallel
 from grpo_fast.prompts import EncodedPrompt
 from grpo_fast.rewards import Scores
-from grpo_fast.rollout import Rollout, RolloutEngine, SamplingOptions
+from grpo_fast.rollout import Rollout, SamplingOptions
 
 
 def evaluate(
-    rollout: RolloutEngine,
+    generate: Callable[[Sequence[EncodedPrompt], SamplingOptions, int], list[Rollout]],
     score: Callable[[Sequence[EncodedPrompt], Sequence[Rollout]], Scores],
     prompts: Sequence[EncodedPrompt],
     options: SamplingOptions,
     seed: int,
 ) -> dict[str, float]:
-    """Sample `options.n` completions of every prompt and score them.
+    """Sample `options.n` completions of every prompt and score them, each process those of its share of the prompts.
 
     Returns:
         eval/reward: mean weighted reward.
@@ -24,13 +27,16 @@ def evaluate(
         eval/mean_length: of completions, in tokens.
         Abstentions are left out of the means.
     """
-    rollouts = rollout.generate([prompt.ids for prompt in prompts], options, seed)
+    prompts = parallel.share(prompts)
+    rollouts = generate(prompts, options, seed + parallel.rank())
     scores = score(prompts, rollouts)
-    first = scores.by_function[:, 0]
+    first = torch.cat(parallel.gather(scores.by_function))[:, 0]
+    total = torch.cat(parallel.gather(scores.total))
+    lengths = [length for part in parallel.gather([len(r.completion_ids) for r in rollouts]) for length in part]
     best = first.nan_to_num(nan=float("-inf")).view(-1, options.n).amax(1)
     return {
-        "eval/reward": scores.total.nanmean().item(),
+        "eval/reward": total.nanmean().item(),
         "eval/accuracy": first.nanmean().item(),
         f"eval/pass@{options.n}": best[best.isfinite()].mean().item(),
-        "eval/mean_length": sum(len(r.completion_ids) for r in rollouts) / len(rollouts),
+        "eval/mean_length": sum(lengths) / len(lengths),
     }

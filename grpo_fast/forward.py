@@ -1,20 +1,24 @@
 """The model's side of an update: from a micro-batch to its loss or its log-probs.
 
-Where the model's head is a linear layer, LoRA on it included, the loss is computed from hidden states and the head's
-weight, and no logits exist; otherwise from the logits, in place.
+Completions of a prompt share it in one packed row, where the model's attention can be ours; otherwise each has a
+padded row. Where the model's head is a linear layer, LoRA on it included, the loss is computed from hidden states and
+the head's weight, and no logits exist; otherwise from the logits, in place.
 """
 
 import contextlib
 import inspect
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from grpo_fast.batching import MicroBatch
+from grpo_fast.attention.interface import own_attention
+from grpo_fast.attention.support import shared_prefix_refusal
+from grpo_fast.batching import MicroBatch, Trained, padded_micro_batches, shared_prefix_micro_batches
 from grpo_fast.heads import UnsupportedHead, head_weight
-from grpo_fast.modes import evaluation_mode
+from grpo_fast.modes import evaluation_mode, update_mode
 from grpo_fast.ops import grpo_loss, linear_grpo_loss, linear_token_logprobs, token_logprobs
 from grpo_fast.types import LossMetrics
 
@@ -118,17 +122,18 @@ def _inside_lora_wrapper(model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class UpdateOutput:
-    """Loss of a micro-batch (0-d, with a graph), log-probs float [N] of its tokens, and metrics."""
+    """Of a micro-batch: the loss (0-d, with a graph), log-probs and sampling weights of its tokens, float [N]."""
 
     loss: Tensor
     logps: Tensor
+    sampling_weights: Tensor | None
     metrics: LossMetrics
 
 
-class PaddedForward:
-    """One forward of right-padded [prompt, completion] rows, the head on trained tokens only.
+class PolicyForward:
+    """One forward of a micro-batch, the head on trained tokens only.
 
-    This is a replaceable part: whatever has these two methods can take its place in the trainer.
+    This is a replaceable part: whatever has `model`, `micro_batches`, `mode`, `loss` and `logprobs` can take its place.
 
     Args:
         model: a causal language model of transformers, with or without peft's adapters.
@@ -136,9 +141,11 @@ class PaddedForward:
         backend: as in `grpo_fast.grpo_loss`.
         autocast: dtype of the matrix products; None: bfloat16 for float32 weights on a GPU, else the weights' own.
         head: what `find_linear_head` says of this model or of one that it is a copy of; None asks it.
+        share_prompts: whether the completions of a prompt share it in one packed row; None: where the model can.
 
     Attributes:
         reason: in words, where the loss is computed from and why.
+        rows_reason: in words, what rows the model is given and why.
     """
 
     def __init__(
@@ -149,6 +156,7 @@ class PaddedForward:
         backend: str | None = None,
         autocast: torch.dtype | None = None,
         head: tuple[LinearHead | None, str] | None = None,
+        share_prompts: bool | None = None,
     ) -> None:
         self.model = model = _inside_lora_wrapper(model)
         if autocast is None and model.device.type == "cuda" and model.dtype == torch.float32:
@@ -156,58 +164,83 @@ class PaddedForward:
         self.autocast = autocast
         self.options = {"temperature": temperature, "backend": backend}
         self.head, self.reason = find_linear_head(model) if head is None else head
+        refusal = shared_prefix_refusal(model) if share_prompts is None else None
+        self.share_prompts = refusal is None if share_prompts is None else share_prompts
+        self.rows_reason = "rows without padding, in which completions share their prompt"
+        if not self.share_prompts:
+            self.rows_reason = f"a padded row for every completion: {refusal or 'asked for'}"
 
-    def loss(self, batch: MicroBatch, *, old_logps: Tensor | None, ref_logps: Tensor | None, **options) -> UpdateOutput:
-        """The loss of a micro-batch; old_logps, ref_logps: float [N]; options: of `grpo_fast.grpo_loss`."""
-        options = {**self.options, **options, "return_entropy": True}
+    def micro_batches(self, trained: Trained, max_tokens: int) -> list[MicroBatch]:
+        """What `loss` and `logprobs` take, on the model's device; see `batching`. Nothing to train on makes none."""
+        make = shared_prefix_micro_batches if self.share_prompts else padded_micro_batches
+        return make(trained, max_tokens, self.model.device)
+
+    @contextlib.contextmanager
+    def mode(self) -> Iterator[None]:
+        """What `loss`, its backward and `logprobs` have to run inside of."""
+        attention = own_attention(self.model) if self.share_prompts else contextlib.nullcontext()
+        with update_mode(self.model), attention:
+            yield
+
+    def loss(
+        self,
+        batch: MicroBatch,
+        *,
+        old_logps: Tensor | None = None,
+        ref_logps: Tensor | None = None,
+        sampling_weights: Tensor | Callable[[Tensor], Tensor] | None = None,
+        **options,
+    ) -> UpdateOutput:
+        """The loss of a micro-batch.
+
+        Args:
+            batch: one of `micro_batches`.
+            old_logps, ref_logps: float [N].
+            sampling_weights: float [N], or what makes them of the tokens' log-probs, float [N]; that costs one product
+                of the head's size.
+            options: of `grpo_fast.grpo_loss`.
+        """
+        options |= self.options | {"old_logps": old_logps, "ref_logps": ref_logps, "cu_seqlens": batch.cu_seqlens}
+        options["return_entropy"] = True
         with self._autocast():
             if self.head is not None:
                 hidden, weight, bias = self._hidden(batch)
+                if callable(sampling_weights):
+                    sampling_weights = sampling_weights(self._head_logprobs(batch, hidden, weight, bias))
                 out = linear_grpo_loss(
                     hidden,
                     weight,
                     batch.token_ids,
                     batch.advantages,
-                    live_rows=self._live_rows(batch, **options),
-                    cu_seqlens=batch.cu_seqlens,
-                    old_logps=old_logps,
-                    ref_logps=ref_logps,
                     bias=bias,
+                    # Known without asking a device: completions without a gradient are in no micro-batch.
+                    live_rows=torch.arange(len(batch.token_ids), device=batch.token_ids.device),
+                    sampling_weights=sampling_weights,
                     **self._transform(),
                     **options,
                 )
-                return UpdateOutput(out.loss, out.logps, out.metrics)
-            logits, ids, mask, packed = self._logits(batch)
-            out = grpo_loss(
-                logits,
-                ids,
-                batch.advantages,
-                mask,
-                old_logps=_unpack(old_logps, packed, mask),
-                ref_logps=_unpack(ref_logps, packed, mask),
-                inplace=True,
-                **options,
-            )
-            return UpdateOutput(out.loss, out.logps.flatten()[packed], out.metrics)
+            else:
+                logits = self._logits(batch)
+                if callable(sampling_weights):
+                    with torch.no_grad():
+                        sampling_weights = sampling_weights(token_logprobs(logits, batch.token_ids, **self.options))
+                out = grpo_loss(
+                    logits,
+                    batch.token_ids,
+                    batch.advantages,
+                    sampling_weights=sampling_weights,
+                    inplace=True,
+                    **options,
+                )
+        return UpdateOutput(out.loss, out.logps, sampling_weights, out.metrics)
 
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch) -> Tensor:
         """Log-probs, float [N], of the micro-batch's trained tokens."""
         with self._autocast():
             if self.head is not None:
-                hidden, weight, bias = self._hidden(batch)
-                return linear_token_logprobs(
-                    hidden, weight, batch.token_ids, bias=bias, **self._transform(), **self.options
-                )
-            logits, ids, mask, packed = self._logits(batch)
-            return token_logprobs(logits, ids, mask, **self.options).flatten()[packed]
-
-    @staticmethod
-    def _live_rows(batch: MicroBatch, *, beta: float = 0.0, entropy_coef: float = 0.0, **_) -> Tensor:
-        """The tokens with a gradient, known without asking the device; KL and an entropy bonus reach all of them."""
-        if beta == 0 and entropy_coef == 0:
-            return batch.live_rows
-        return torch.arange(len(batch.token_ids), device=batch.token_ids.device)
+                return self._head_logprobs(batch, *self._hidden(batch))
+            return token_logprobs(self._logits(batch), batch.token_ids, **self.options)
 
     def _autocast(self):
         if self.autocast is None:
@@ -217,27 +250,23 @@ class PaddedForward:
     def _transform(self) -> dict:
         return {"softcap": self.head.softcap, "logit_scale": self.head.logit_scale}
 
+    @torch.no_grad()
+    def _head_logprobs(self, batch: MicroBatch, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return linear_token_logprobs(hidden, weight, batch.token_ids, bias=bias, **self._transform(), **self.options)
+
+    def _inputs(self, batch: MicroBatch) -> dict:
+        inputs = {"input_ids": batch.input_ids, "use_cache": False}
+        if batch.attention is None:
+            return inputs
+        return inputs | {"position_ids": batch.attention.position_ids, "grpo_fast_attention": batch.attention}
+
     def _hidden(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:  # [N, D], [V, D], [V]
-        trunk = self.model.base_model(input_ids=batch.input_ids, use_cache=False)
-        hidden = trunk.last_hidden_state.flatten(0, 1).index_select(0, batch.positions)
+        trunk = self.model.base_model(**self._inputs(batch))
+        hidden = trunk.last_hidden_state.flatten(0, 1).index_select(0, batch.predictors)
         return hidden, *head_weight(self.model.get_output_embeddings())
 
-    def _logits(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Logits [B, K, V] of the last K columns, ids and mask [B, K], flat indices [N] of the True slots.
-
-        The last row predicts nothing and is masked: slicing it off would copy all logits in the backward.
-        """
-        width, first = batch.input_ids.shape[1], batch.first_column
-        keeps = "logits_to_keep" in inspect.signature(self.model.forward).parameters
-        kept = {"logits_to_keep": width - first} if keeps else {}
-        logits = self.model(input_ids=batch.input_ids, use_cache=False, **kept).logits
-        first = width - logits.shape[1]
-        packed = batch.positions - (batch.positions // width + 1) * first
-        return logits, batch.input_ids.roll(-1, dims=1)[:, first:], batch.predicts[:, first:], packed
-
-
-def _unpack(values: Tensor | None, packed: Tensor, mask: Tensor) -> Tensor | None:
-    """[N] values at the True slots of a [B, K] mask, 0 elsewhere."""
-    if values is None:
-        return None
-    return values.new_zeros(mask.numel()).index_copy(0, packed, values).view(mask.shape)
+    def _logits(self, batch: MicroBatch) -> Tensor:  # [N, V]
+        inputs = self._inputs(batch)
+        if batch.attention is not None and "logits_to_keep" in inspect.signature(self.model.forward).parameters:
+            return self.model(**inputs, logits_to_keep=batch.predictors).logits[0]
+        return self.model(**inputs).logits.flatten(0, 1).index_select(0, batch.predictors)

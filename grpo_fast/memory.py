@@ -1,4 +1,4 @@
-"""How much memory training will hold before activations, from the configuration alone."""
+"""How much memory training will hold before activations, from the configuration alone; and how running out shows."""
 
 import os
 from dataclasses import dataclass
@@ -93,3 +93,8 @@ def check_memory(estimate: MemoryEstimate, available: int) -> None:
     if estimate.reference:
         remedies.insert(0, "set loss.beta=0 (no reference)")
     raise MemoryError(f"{estimate}, but only {available / GIB:.2f} GiB are free; {', or '.join(remedies)}")
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether a device or the system refused memory. A CPU's allocator says so in the message alone."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: " in str(error)

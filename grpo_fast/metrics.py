@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from grpo_fast.batching import MicroBatch
+from grpo_fast.batching import MicroBatches
 from grpo_fast.config import LogConfig
 from grpo_fast.rewards import Scores
 from grpo_fast.rollout import Rollout
@@ -85,42 +85,23 @@ def completion_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     return metrics
 
 
-def batch_metrics(batches: Sequence[MicroBatch]) -> dict[str, float]:
-    """`padding_share`: the part of the update's rows that is padding; `num_micro_batches`: in how many."""
-    padded = sum(batch.input_ids.numel() for batch in batches)
-    share = 1 - sum(batch.tokens for batch in batches) / padded if padded else 0.0
-    return {"padding_share": share, "num_micro_batches": float(len(batches))}
+def batch_metrics(batches: MicroBatches) -> dict[str, float]:
+    """What the update's forward was given.
 
-
-def sample_records(
-    prompts: Sequence[str | list[dict]],
-    completions: Sequence[str],
-    rewards: Sequence[dict[str, float | None]],
-    advantages: Tensor,
-    rollouts: Sequence[Rollout],
-    count: int,
-) -> list[dict]:
-    """At most `count` of a step's completions, of as many prompts as possible, as lines of samples.jsonl.
-
-    Args:
-        prompts: as in the data; all others have a row for each completion of each of them, in this order.
-        completions: their text.
-        rewards: by function.
-        advantages: float [len(completions)].
-        rollouts: what was sampled.
-        count: how many to show.
+    Returns:
+        num_micro_batches: of this process.
+        padding_share: the part of their tokens that is padding.
+        update_tokens: tokens of one pass over them.
+        update_token_share: of the tokens of all prompts and completions, each prompt counted with every completion.
     """
-    count, total = min(count, len(completions)), len(completions)
-    return [
-        {
-            "prompt": prompts[index * len(prompts) // total],
-            "completion": completions[index],
-            "rewards": rewards[index],
-            "advantage": advantages[index].item(),
-            "truncated": rollouts[index].truncated,
-        }
-        for index in (number * total // count for number in range(count))
-    ]
+    given = sum(batch.input_ids.numel() for batch in batches.batches)
+    padding = sum(batch.padding for batch in batches.batches)
+    return {
+        "num_micro_batches": float(len(batches.batches)),
+        "padding_share": padding / given if given else 0.0,
+        "update_tokens": float(given),
+        "update_token_share": given / max(batches.all_tokens, 1),
+    }
 
 
 def progress_line(metrics: dict[str, float]) -> str:

@@ -5,17 +5,19 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
-from grpo_fast.advantages import group_advantages
-from grpo_fast.batching import MicroBatch, make_micro_batches
+from grpo_fast import parallel
+from grpo_fast.batching import MicroBatch, MicroBatches, TokenBudget, Trained
 from grpo_fast.checkpoint import prune_checkpoints, save_checkpoint
 from grpo_fast.config import GRPOConfig
 from grpo_fast.environment import check_environment, default_device
 from grpo_fast.evaluate import evaluate
-from grpo_fast.forward import PaddedForward
+from grpo_fast.experience import SEED_STRIDE, Collector, Experience
+from grpo_fast.forward import PolicyForward
 from grpo_fast.metrics import (
     MetricsLog,
     PhaseTimer,
@@ -25,19 +27,18 @@ from grpo_fast.metrics import (
     progress_line,
     reset_peak_memory,
     reward_metrics,
-    sample_records,
 )
 from grpo_fast.model import load_model_config, load_policy, load_tokenizer
 from grpo_fast.modes import enable_gradient_checkpointing
-from grpo_fast.prompts import EncodedPrompt, PromptSource, decode_completion
+from grpo_fast.prompts import PromptSource
 from grpo_fast.reference_model import frozen_copy, reference_dtype
-from grpo_fast.rewards import Rewards, Scores, check_columns
-from grpo_fast.rollout import Rollout, RolloutEngine, SamplingOptions
+from grpo_fast.rewards import Rewards, check_columns
+from grpo_fast.rollout import RolloutEngine, SamplingOptions
 from grpo_fast.rollout.transformers import TransformersRollout, eos_token_ids
+from grpo_fast.sampling_correction import sampling_correction
 from grpo_fast.update import GRPOUpdate
 
 _logger = logging.getLogger(__name__)
-_SEED_STRIDE = 1_000_003  # step k samples with seed * stride + k: runs with neighbouring seeds share none
 _EVAL_SEED = 500_000  # offset of the seed that evaluations sample with, always the same
 
 
@@ -45,7 +46,7 @@ class GRPOTrainer:
     """Trains a causal language model with group-relative policy optimization.
 
     Everything a run depends on is in the constructor's arguments and in `state_dict()`; step k's sampling
-    seed and learning rate are functions of k.
+    seed and learning rate are functions of k. Under torchrun every process trains on its share of each step's prompts.
 
     Args:
         model: a causal language model of transformers on its device, or a path to load it from.
@@ -59,7 +60,8 @@ class GRPOTrainer:
         rollout: the engine that samples; None is `TransformersRollout`.
 
     Attributes:
-        prompts, rollout, rewards, reference, update: the components of a step, replaceable.
+        collect, reference, update: the components of a step, replaceable, and so are theirs: collect.rollout,
+            collect.rewards, update.forward.
         global_step: steps done.
     """
 
@@ -74,7 +76,7 @@ class GRPOTrainer:
         rollout: RolloutEngine | None = None,
     ) -> None:
         check_environment(args, None if isinstance(model, str) else model.device)
-        self.rewards = Rewards(args.reward.funcs if reward_funcs is None else reward_funcs, args.reward.weights)
+        rewards = Rewards(args.reward.funcs if reward_funcs is None else reward_funcs, args.reward.weights)
         if isinstance(model, str):
             args = dataclasses.replace(args, model=dataclasses.replace(args.model, path=model))
             config = load_model_config(args)
@@ -83,24 +85,29 @@ class GRPOTrainer:
             config = model.config
         self.args = args
         self.tokenizer = processing_class or AutoTokenizer.from_pretrained(config.name_or_path)
-        self.prompts = self._prompt_source(config, train_dataset, shuffle=args.data.shuffle_dataset)
+        prompts = self._prompt_source(config, train_dataset, shuffle=args.data.shuffle_dataset)
         self.eval_prompts = []
         if eval_dataset:
             self.eval_prompts = self._prompt_source(config, eval_dataset, shuffle=False).first(args.eval.num_prompts)
         # All that the data can get wrong is known by now, before the weights are read.
+        parallel.join(default_device().type if isinstance(model, str) else model.device.type)
         self.model = model = load_policy(args, config, default_device()) if isinstance(model, str) else model
+        parallel.broadcast(model)
         if args.model.gradient_checkpointing:
             enable_gradient_checkpointing(model)
-        self.eos_ids = eos_token_ids(model, self.tokenizer)
-        self.rollout = rollout or TransformersRollout(model, self.tokenizer)
-        self.update = GRPOUpdate(self._make_forward(model), args)
-        level = logging.INFO if self.update.forward.head else logging.WARNING
-        _logger.log(level, "%s: %s", type(model).__name__, self.update.forward.reason)
+        rollout = rollout or TransformersRollout(model, self.tokenizer)
+        self.collect = Collector(prompts, rollout, rewards, self.tokenizer, eos_token_ids(model, self.tokenizer), args)
+        forward = self._make_forward(model)
+        self.update = GRPOUpdate(forward, args, sampling_correction(args.rollout, rollout))
+        for best, reason in ((forward.head, forward.reason), (forward.share_prompts, forward.rows_reason)):
+            _logger.log(logging.INFO if best else logging.WARNING, "%s: %s", type(model).__name__, reason)
         self.reference = None
         if args.loss.beta > 0:
             dtype = reference_dtype(args.model.reference_dtype, model.dtype, model.device)
-            forward = self.update.forward
-            self.reference = self._make_forward(frozen_copy(model, dtype), head=(forward.head, forward.reason))
+            self.reference = self._make_forward(
+                frozen_copy(model, dtype), head=(forward.head, forward.reason), share_prompts=forward.share_prompts
+            )
+        self.budget = TokenBudget(args.batch.max_tokens_per_micro_batch)
         self.metrics = MetricsLog(args.log)
         self.global_step = 0
         self.num_tokens = 0
@@ -121,14 +128,17 @@ class GRPOTrainer:
             chat_template_kwargs=data.chat_template_kwargs,
         )
 
-    def _make_forward(self, model: PreTrainedModel, **head) -> PaddedForward:
-        return PaddedForward(model, temperature=self.args.rollout.temperature, backend=self.args.loss.backend, **head)
+    def _make_forward(self, model: PreTrainedModel, **options) -> PolicyForward:
+        return PolicyForward(
+            model, temperature=self.args.rollout.temperature, backend=self.args.loss.backend, **options
+        )
 
     def train(self) -> dict[str, float]:
         """Run the remaining steps, with evaluations and checkpoints; returns the last metrics of both."""
         args, metrics = self.args, {}
         evaluation = self.evaluate() if self.global_step == 0 else {}
-        bar = tqdm(total=args.max_steps, initial=self.global_step, disable=not args.log.progress, desc="GRPO")
+        silent = not args.log.progress or parallel.rank() > 0
+        bar = tqdm(total=args.max_steps, initial=self.global_step, disable=silent, desc="GRPO")
         try:
             while self.global_step < args.max_steps:
                 metrics = self.step()
@@ -140,7 +150,7 @@ class GRPOTrainer:
         finally:
             bar.close()
             self.metrics.close()
-        if args.log.plot:
+        if args.log.plot and parallel.rank() == 0:
             self.metrics.plot()
         return metrics | evaluation
 
@@ -148,110 +158,59 @@ class GRPOTrainer:
         """One iteration of the algorithm; returns its metrics, which are also logged."""
         args, timer = self.args, PhaseTimer(self.model.device)
         reset_peak_memory(self.model.device)
-        prompts = self.prompts.draw(args.batch.prompts_per_step)
-        with timer("rollout"):
-            rollouts = self.generate(prompts)
-        with timer("reward"):
-            scores = self.score(prompts, rollouts)
-        advantages = group_advantages(
-            scores.total, args.rollout.num_generations, scale=args.loss.scale_rewards, std=args.loss.advantage_std
-        )
-        masks = args.rollout.mask_truncated_completions
-        lengths = [0 if masks and rollout.truncated else len(rollout.completion_ids) for rollout in rollouts]
-        batches = self.make_batches(rollouts, advantages, lengths)
+        experience = self.collect(self.global_step, timer)
+        lengths = experience.lengths(mask_truncated=args.rollout.mask_truncated_completions)
+        counted = experience.counted(lengths, dead_groups=args.loss.count_dead_groups)
+        all_move = args.loss.beta > 0 or args.loss.entropy_coef > 0
+        trained = Trained.of(experience.rollouts, experience.advantages, lengths, all_move=all_move)
+        batches = MicroBatches(trained, self.update.forward.micro_batches, self.budget)
         with timer("reference"):
-            ref_logps = self.reference_logps(batches)
+            ref_logps = self.reference_logps(trained, batches)
         with timer("update"):
-            metrics = self.update(batches, ref_logps, lengths, self.global_step)
-            self.rollout.sync(self.model)
+            metrics = self.update(trained, batches, ref_logps, (len(counted), sum(counted)), self.global_step)
+            self.collect.rollout.sync(self.model)
         self.global_step += 1
-        tokens = sum(len(rollout.prompt_ids) + len(rollout.completion_ids) for rollout in rollouts)
-        self.num_tokens += tokens
         try:
             with timer("save"):
                 self._save_if_due()
         finally:  # the step is done, whatever becomes of its checkpoint
-            metrics |= reward_metrics(scores, self.rewards.names, args.rollout.num_generations)
-            metrics |= completion_metrics(rollouts) | batch_metrics(batches) | timer.metrics(tokens)
-            self._log(metrics, prompts, rollouts, scores, advantages)
+            metrics |= self._log(metrics, experience.of_all_processes(), batches, timer)
         return metrics
 
-    def generate(self, prompts: Sequence[EncodedPrompt]) -> list[Rollout]:
-        """A group of completions for every prompt, in order; equal prompts are groups of their own."""
-        options = self.args.rollout
-        sampling = SamplingOptions(
-            n=options.num_generations,
-            max_tokens=options.max_completion_length,
-            temperature=options.temperature,
-            top_p=options.top_p,
-            top_k=options.top_k,
-            max_rows=options.max_rows,
-        )
-        seed = self.args.seed * _SEED_STRIDE + self.global_step
-        return self.rollout.generate([prompt.ids for prompt in prompts], sampling, seed)
-
-    def score(self, prompts: Sequence[EncodedPrompt], rollouts: Sequence[Rollout]) -> Scores:
-        """Rewards of the rollouts of `prompts`, equally many for each."""
-        column = self.args.data.prompt_column
-        rows = [prompt.row for prompt in prompts for _ in range(len(rollouts) // len(prompts))]
-        names = {name: None for row in rows for name in row if name != column}
-        texts = [self._text(rollout) for rollout in rollouts]
-        completions = [
-            text if isinstance(row[column], str) else [{"role": "assistant", "content": text}]
-            for row, text in zip(rows, texts, strict=True)
-        ]
-        ids = [list(rollout.completion_ids) for rollout in rollouts]
-        columns = {name: [row.get(name) for row in rows] for name in names}
-        return self.rewards.score([row[column] for row in rows], completions, ids, columns)
-
-    def _text(self, rollout: Rollout) -> str:
-        return decode_completion(self.tokenizer, rollout.completion_ids, self.eos_ids)
-
-    def make_batches(self, rollouts: Sequence[Rollout], advantages: Tensor, lengths: Sequence[int]) -> list[MicroBatch]:
-        """The step's micro-batches, on the model's device."""
-        return make_micro_batches(
-            rollouts,
-            advantages,
-            lengths,
-            max_tokens=self.args.batch.max_tokens_per_micro_batch,
-            pad_id=self.tokenizer.pad_token_id or 0,
-            device=self.model.device,
-        )
-
-    def reference_logps(self, batches: Sequence[MicroBatch]) -> list[Tensor | None]:
-        """The reference's log-probs of every micro-batch's tokens, or None for each without a reference."""
+    def reference_logps(self, trained: Trained, batches: MicroBatches) -> Tensor | None:
+        """The reference's log-probs of all trained tokens, float [trained.tokens]; None without a reference."""
         if self.reference is None:
-            return [None] * len(batches)
-        return [self.reference.logprobs(batch) for batch in batches]
+            return None
+        logps = torch.zeros(trained.tokens, device=self.model.device)
+
+        def fill(batches: Sequence[MicroBatch]) -> Tensor:
+            for batch in batches:
+                logps[batch.places] = self.reference.logprobs(batch).float()
+            return logps
+
+        with self.reference.mode():
+            return batches.run(fill)
 
     def _log(
-        self,
-        metrics: dict[str, float],
-        prompts: Sequence[EncodedPrompt],
-        rollouts: Sequence[Rollout],
-        scores: Scores,
-        advantages: Tensor,
-    ) -> None:
-        """Add the run's counters to the step's metrics; write them, and some completions, if it is time."""
-        metrics["num_tokens"] = float(self.num_tokens)
-        metrics["epoch"] = self.prompts.epochs
+        self, metrics: dict[str, float], experience: Experience, batches: MicroBatches, timer: PhaseTimer
+    ) -> dict[str, float]:
+        """All of the step's metrics; written, with some of its completions, if it is time."""
+        args, rollouts = self.args, experience.rollouts
+        tokens = sum(len(rollout.prompt_ids) + len(rollout.completion_ids) for rollout in rollouts)
+        self.num_tokens += tokens
+        metrics = metrics | reward_metrics(experience.scores, self.collect.rewards.names, args.rollout.num_generations)
+        metrics |= completion_metrics(rollouts) | batch_metrics(batches) | timer.metrics(tokens)
+        metrics |= {"num_tokens": float(self.num_tokens), "epoch": self.collect.prompts.epochs}
+        metrics["groups_sampled"] = float(experience.groups_sampled)
         metrics["peak_memory_gib"] = peak_memory_gib(self.model.device)
-        if self.prompts.dropped:
-            metrics["prompts_dropped"] = float(self.prompts.dropped)
-        if self.global_step % self.args.log.logging_steps:
-            return
-        self.metrics.write(self.global_step, metrics)
-        if not self.args.log.log_completions:
-            return
-        samples = sample_records(
-            [prompt.row[self.args.data.prompt_column] for prompt in prompts],
-            [self._text(rollout) for rollout in rollouts],
-            [self.rewards.by_name(row) for row in scores.by_function],
-            advantages,
-            rollouts,
-            self.args.log.num_completions_to_print,
-        )
-        self.metrics.write_samples(self.global_step, samples)
+        if self.collect.prompts.dropped:
+            metrics["prompts_dropped"] = float(self.collect.prompts.dropped)
+        if self.global_step % args.log.logging_steps == 0 and parallel.rank() == 0:
+            self.metrics.write(self.global_step, metrics)
+            if args.log.log_completions:
+                samples = self.collect.records(experience, args.log.num_completions_to_print)
+                self.metrics.write_samples(self.global_step, samples)
+        return metrics
 
     def evaluate(self) -> dict[str, float]:
         """Sample and score the held-out prompts, and log the result; {} without any."""
@@ -264,14 +223,15 @@ class GRPOTrainer:
             temperature=options.temperature,
             max_rows=self.args.rollout.max_rows,
         )
-        seed = self.args.seed * _SEED_STRIDE + _EVAL_SEED
-        metrics = evaluate(self.rollout, self.score, self.eval_prompts, sampling, seed)
-        self.metrics.write(self.global_step, metrics)
+        seed = self.args.seed * SEED_STRIDE + _EVAL_SEED
+        metrics = evaluate(self.collect.generate, self.collect.score, self.eval_prompts, sampling, seed)
+        if parallel.rank() == 0:
+            self.metrics.write(self.global_step, metrics)
         return metrics
 
     def _save_if_due(self) -> None:
         every, last = self.args.save.save_steps, self.global_step == self.args.max_steps
-        if last or (every and self.global_step % every == 0):
+        if (last or (every and self.global_step % every == 0)) and parallel.rank() == 0:
             self.save()
 
     def save(self) -> Path:
@@ -286,14 +246,14 @@ class GRPOTrainer:
         return {
             "global_step": self.global_step,
             "num_tokens": self.num_tokens,
-            "prompts": self.prompts.state_dict(),
+            "prompts": self.collect.prompts.state_dict(),
             "optimizer": self.update.optimizer.state_dict(),
         }
 
     def load_state_dict(self, state: dict) -> None:
         """Continue where `state` was taken; the weights are the caller's to restore."""
         self.global_step, self.num_tokens = state["global_step"], state["num_tokens"]
-        self.prompts.load_state_dict(state["prompts"])
+        self.collect.prompts.load_state_dict(state["prompts"])
         self.update.optimizer.load_state_dict(state["optimizer"])
-        self.rollout.sync(self.model)
+        self.collect.rollout.sync(self.model)
         self.metrics.continues = True

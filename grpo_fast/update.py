@@ -1,24 +1,57 @@
 """The GRPO update: optimizer steps on one rollout, the same however it is split into micro-batches."""
 
 import dataclasses
-import math
-from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from grpo_fast.batching import MicroBatch, denominators
+from grpo_fast import parallel
+from grpo_fast.batching import MicroBatch, MicroBatches, Trained, denominators
 from grpo_fast.config import GRPOConfig
-from grpo_fast.forward import PaddedForward
-from grpo_fast.modes import update_mode
+from grpo_fast.forward import PolicyForward, UpdateOutput
 from grpo_fast.optim import learning_rate, make_optimizer
+from grpo_fast.sampling_correction import SamplingCorrection, mismatch_metrics
 from grpo_fast.types import LossMetrics
 
-_NOT_THE_LOSS = ("num_iterations", "scale_rewards", "advantage_std", "backend")  # of section loss
+_NOT_THE_LOSS = ("num_iterations", "scale_rewards", "advantage_std", "count_dead_groups", "backend")  # of section loss
 
 
-def _nothing() -> LossMetrics:
-    return LossMetrics(torch.zeros(len(LossMetrics.FIELDS)), torch.tensor(math.inf), torch.tensor(-math.inf))
+class _Known:
+    """What is known of the step's trained tokens, in flat arrays, and what the first iteration adds to it."""
+
+    def __init__(
+        self, trained: Trained, ref_logps: Tensor | None, correction: SamplingCorrection | None, model: nn.Module
+    ) -> None:
+        device, dtype = model.device, torch.promote_types(model.dtype, torch.float32)
+        self.ref_logps = ref_logps
+        self.sampled = None
+        if any(parallel.gather(trained.has_sampled_logps())):  # processes agree on what they will reduce
+            self.sampled = trained.sampled_logps().to(device)
+        self.correction = correction if self.sampled is not None else None
+        self.logps = torch.zeros(trained.tokens, dtype=dtype, device=device)  # of the first iteration
+        self.weights = None if self.correction is None else torch.ones(trained.tokens, device=device)
+        self.is_first = True
+
+    def of(self, batch: MicroBatch) -> dict:
+        """Arguments of `PolicyForward.loss` for a micro-batch."""
+        arguments = {} if self.ref_logps is None else {"ref_logps": self.ref_logps[batch.places]}
+        if not self.is_first:
+            arguments["old_logps"] = self.logps[batch.places]
+        if self.correction is not None:
+            weights = self.weights[batch.places]
+            arguments["sampling_weights"] = weights if not self.is_first else lambda logps: self._weigh(batch, logps)
+        return arguments
+
+    def _weigh(self, batch: MicroBatch, logps: Tensor) -> Tensor:
+        self.logps[batch.places] = logps.to(self.logps)
+        weights = self.correction.weights(logps - self.sampled[batch.places])
+        self.weights[batch.places] = weights.to(self.weights)
+        return weights
+
+    def note(self, batch: MicroBatch, out: UpdateOutput) -> None:
+        """Keep the first iteration's log-probs; with a correction they are, those of tokens it leaves out included."""
+        if self.is_first and self.correction is None:
+            self.logps[batch.places] = out.logps.to(self.logps)
 
 
 class GRPOUpdate:
@@ -27,20 +60,21 @@ class GRPOUpdate:
     Args:
         forward: the policy's side of the update.
         args: sections loss, optim and rollout are read.
+        correction: for tokens that were sampled from other probabilities than the policy's; None: none.
     """
 
-    def __init__(self, forward: PaddedForward, args: GRPOConfig) -> None:
-        self.forward = forward
-        self.args = args
+    def __init__(self, forward: PolicyForward, args: GRPOConfig, correction: SamplingCorrection | None = None) -> None:
+        self.forward, self.args, self.correction = forward, args, correction
         self.optimizer = make_optimizer(forward.model, args.optim)
         loss = dataclasses.asdict(args.loss)
         self.loss_options = {name: value for name, value in loss.items() if name not in _NOT_THE_LOSS}
 
     def __call__(
         self,
-        batches: Sequence[MicroBatch],
-        ref_logps: Sequence[Tensor | None],
-        lengths: Sequence[int],
+        trained: Trained,
+        batches: MicroBatches,
+        ref_logps: Tensor | None,
+        counted: tuple[int, int],
         step: int,
     ) -> dict[str, float]:
         """loss.num_iterations optimizer steps.
@@ -48,49 +82,67 @@ class GRPOUpdate:
         The first runs on-policy, its ratio is exactly 1; its log-probs are the old ones of those that follow.
 
         Args:
-            batches: micro-batches of whole sequences.
-            ref_logps: for each of them the reference's log-probs, float [N], or None without a reference.
-            lengths: trained tokens of every completion of the step, 0 for one left out.
+            trained: this process's completions.
+            batches: of them.
+            ref_logps: the reference's log-probs, float [trained.tokens], or None without a reference.
+            counted: sequences and tokens of this process that denominators count.
             step: steps done before: each was `num_iterations` optimizer steps, by which the learning rate goes.
 
         Returns:
             loss and grad_norm (before clipping), means over the iterations; learning_rate of the last; the loss's
-            metrics over all iterations. No completion with a token to train on: no optimizer step, and zeros.
+            metrics over all iterations; how far the sampler was from the policy. Where no process has a token to train
+            on: no optimizer step, and zeros.
         """
-        iterations = self.args.loss.num_iterations
-        rates = [self._learning_rate(step * iterations + iteration) for iteration in range(iterations)]
-        if not batches:
-            names = ("loss", "grad_norm", *self._reported(_nothing().means()))
-            return dict.fromkeys(names, 0.0) | {"learning_rate": rates[-1]}
-        counts = denominators(self.args.loss.loss_type, lengths, self.args.rollout.max_completion_length)
-        denominator, entropy_denominator = torch.tensor(counts, device=batches[0].input_ids.device).unbind()
-        old_logps: list[Tensor | None] = [None] * len(batches)
+        iterations, device = self.args.loss.num_iterations, self.forward.model.device
+        sequences, tokens, to_train = parallel.sum_counts(*counted, trained.tokens)
+        counts = denominators(self.args.loss.loss_type, sequences, tokens, self.args.rollout.max_completion_length)
+        counts = dict(zip(("denominator", "entropy_denominator"), torch.tensor(counts, device=device), strict=True))
+        known = _Known(trained, ref_logps, self.correction, self.forward.model)
         losses, norms, metrics = [], [], []
-        self.optimizer.zero_grad()  # whatever the caller left behind
-        with update_mode(self.forward.model):
-            for iteration in range(iterations):
-                for index, batch in enumerate(batches):
-                    out = self.forward.loss(
-                        batch,
-                        old_logps=old_logps[index],
-                        ref_logps=ref_logps[index],
-                        denominator=denominator,
-                        entropy_denominator=entropy_denominator,
-                        **self.loss_options,
-                    )
-                    out.loss.backward()
-                    losses.append(out.loss.detach())
-                    metrics.append(out.metrics)
-                    if iteration == 0 and iterations > 1:
-                        old_logps[index] = out.logps
-                norms.append(self._optimizer_step(rates[iteration]))
+        for iteration in range(iterations):
+            rate = self._learning_rate(step * iterations + iteration)
+            metrics.append(self._unmoved(trained))
+            if not to_train:
+                continue
+            with self.forward.mode():
+                loss, of_loss = batches.run(lambda batches: self._backward(batches, known, counts))
+            losses.append(loss)
+            metrics.append(of_loss)
+            norms.append(self._optimizer_step(rate))
+            known.is_first = False
+        nothing = [torch.zeros((), device=device)]
         values = {
-            "loss": torch.stack(losses).sum() / iterations,
-            "grad_norm": torch.stack(norms).mean(),
-            **self._reported(sum(metrics).means()),
+            "loss": parallel.reduce(torch.stack(losses or nothing).mean()),
+            "grad_norm": torch.stack(norms or nothing).mean(),
+            **self._reported(parallel.sum_metrics(sum(metrics)).means()),
         }
+        if known.sampled is not None:
+            values |= mismatch_metrics(known.logps - known.sampled, known.weights)
         numbers = torch.stack([value.float() for value in values.values()]).tolist()  # the one host sync
-        return dict(zip(values, numbers, strict=True)) | {"learning_rate": rates[-1]}
+        return dict(zip(values, numbers, strict=True)) | {"learning_rate": rate}
+
+    def _backward(self, batches: list[MicroBatch], known: _Known, counts: dict) -> tuple[Tensor, LossMetrics]:
+        """Gradients of this process's part of the loss, from zero; the part and its metrics."""
+        self.optimizer.zero_grad()
+        device = self.forward.model.device
+        loss, metrics = torch.zeros((), device=device), LossMetrics.of(device)
+        for batch in batches:
+            out = self.forward.loss(batch, **known.of(batch), **counts, **self.loss_options)
+            out.loss.backward()
+            known.note(batch, out)
+            loss, metrics = loss + out.loss.detach(), metrics + out.metrics
+        return loss, metrics
+
+    def _unmoved(self, trained: Trained) -> LossMetrics:
+        """What is counted of completions that are in no micro-batch because nothing would move them."""
+        by_sequence = self.args.loss.importance_sampling_level == "sequence"
+        clips = trained.unmoved_rows if by_sequence else trained.unmoved_tokens
+        device = self.forward.model.device
+        return LossMetrics.of(
+            device,
+            tokens=torch.tensor(trained.unmoved_tokens, device=device),
+            clip_count=torch.tensor(clips, device=device),
+        )
 
     def _learning_rate(self, optimizer_step: int) -> float:
         total = self.args.max_steps * self.args.loss.num_iterations
@@ -100,6 +152,7 @@ class GRPOUpdate:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        parallel.sum_gradients(parameters)
         norm = torch.nn.utils.clip_grad_norm_(parameters, self.args.optim.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()

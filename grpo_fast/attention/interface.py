@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
@@ -72,6 +73,9 @@ def _attend(
         raise UnsupportedAttention(f"{type(layer).__name__} is not causal")
     if attention_mask is not None:
         raise UnsupportedAttention(f"{type(layer).__name__} has an attention mask of its own")
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):  # as for scaled_dot_product_attention
+        query, key, value = (tensor.to(torch.get_autocast_dtype(kind)) for tensor in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = grpo_fast_attention(layer, query, key, value, scale=scale, window=sliding_window, softcap=softcap)
     return out, None

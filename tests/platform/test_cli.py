@@ -98,7 +98,7 @@ def test_what_this_machine_cannot_serve_is_refused_first(workplace, monkeypatch,
         result = run(*arguments, "--set", "log.report_to=[tensorboard]")
         assert_refused(result, "error: log.report_to: tensorboard is not installed: pip install")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert_refused(run(*arguments), "error: WORLD_SIZE: expected 1, a single process, got 2")
+    assert_refused(run(*arguments), "error: WORLD_SIZE: expected 1, or torchrun's RANK")
 
 
 def test_mistakes_in_the_demos_settings_are_one_line(monkeypatch):

@@ -12,12 +12,13 @@ ROOT = Path(__file__).parents[2]
 # From the bottom up: a module of grpo_fast imports from lower lines, and freely within its own package.
 LAYERS = (
     ("grpo_fast.checks", "grpo_fast.types", "grpo_fast.modes", "grpo_fast.tasks", "grpo_fast.kernels"),
-    ("grpo_fast.ops", "grpo_fast.advantages", "grpo_fast.prompts", "grpo_fast.rewards"),
+    ("grpo_fast.ops", "grpo_fast.advantages", "grpo_fast.prompts", "grpo_fast.rewards", "grpo_fast.parallel"),
     ("grpo_fast.config", "grpo_fast.heads", "grpo_fast.attention"),
     ("grpo_fast.data", "grpo_fast.optim", "grpo_fast.memory", "grpo_fast.checkpoint", "grpo_fast.reference_model"),
     ("grpo_fast.rollout", "grpo_fast.model", "grpo_fast.smollm2", "grpo_fast.environment"),
-    ("grpo_fast.batching", "grpo_fast.evaluate"),
+    ("grpo_fast.batching", "grpo_fast.evaluate", "grpo_fast.sampling_correction"),
     ("grpo_fast.forward", "grpo_fast.metrics"),
+    ("grpo_fast.experience",),
     ("grpo_fast.update",),
     ("grpo_fast.trainer",),
     ("grpo_fast.run", "grpo_fast.demo", "grpo_fast.integrations"),

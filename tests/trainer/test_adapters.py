@@ -7,8 +7,8 @@ import torch
 from tiny_models import make_model, make_tokenizer
 
 import grpo_fast as gf
-from grpo_fast.batching import make_micro_batches
-from grpo_fast.forward import PaddedForward, find_linear_head
+from grpo_fast.batching import Trained
+from grpo_fast.forward import PolicyForward, find_linear_head
 from grpo_fast.rollout import Rollout
 
 COMPLETIONS = [(20, 21, 22), (24, 25), (26, 27, 28, 29, 30), (31,)]
@@ -38,9 +38,10 @@ def with_lora(peft, kind="llama", *, wrapped=False, dtype=torch.float64, **optio
 
 
 def update_gradients(forward, options):
-    (batch,) = make_micro_batches(ROLLOUTS, ADVANTAGES, LENGTHS, max_tokens=10**6, pad_id=0)
-    out = forward.loss(batch, old_logps=None, ref_logps=None, **options)
-    out.loss.backward()
+    (batch,) = forward.micro_batches(Trained.of(ROLLOUTS, ADVANTAGES, LENGTHS, all_move=True), 10**6)
+    with forward.mode():
+        out = forward.loss(batch, **options)
+        out.loss.backward()
     model = forward.model
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
@@ -52,9 +53,9 @@ def update_gradients(forward, options):
 def test_adapters_on_the_head_train_without_logits(peft, kind, wrapped):
     """B50: every adapter, the head's included, gets the gradient that autograd gives it by way of the logits."""
     model = with_lora(peft, kind, wrapped=wrapped).eval()
-    forward = PaddedForward(model)
+    forward = PolicyForward(model)
     assert forward.reason.startswith("loss from hidden states")
-    by_logits = PaddedForward(copy.deepcopy(model), head=(None, "asked for"))
+    by_logits = PolicyForward(copy.deepcopy(model), head=(None, "asked for"))
     out, gradients = update_gradients(forward, {"entropy_coef": 0.1})
     expected_out, expected = update_gradients(by_logits, {"entropy_coef": 0.1})
     assert out.loss.item() == pytest.approx(expected_out.loss.item(), rel=1e-9)
@@ -76,7 +77,7 @@ def test_dropout_of_adapters_is_off_in_the_update_and_does_not_cost_the_head(pef
 
 def test_what_the_head_cannot_express_is_trained_from_logits(peft):
     model = with_lora(peft, use_dora=True).eval()
-    forward = PaddedForward(model)
+    forward = PolicyForward(model)
     assert "DoraLinearVariant" in forward.reason
     _, gradients = update_gradients(forward, {})
     assert gradients["lm_head.lora_B.default.weight"].abs().max() > 0
@@ -86,7 +87,7 @@ def test_a_wrapper_that_does_more_than_pass_on_stays(peft):
     alora = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", alora_invocation_tokens=[5])
     for config in (alora, peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")):
         model = peft.get_peft_model(make_model("llama"), config)
-        forward = PaddedForward(model)
+        forward = PolicyForward(model)
         assert forward.model is model
         assert forward.head is None
 
@@ -114,7 +115,7 @@ def test_adapters_on_a_tied_head_leave_the_embedding_alone(peft):
     model = with_lora(peft, "gpt2").eval()
     assert model.lm_head.base_layer.weight is model.transformer.wte.weight
     before = model.transformer.wte.weight.clone()
-    forward = PaddedForward(model)
+    forward = PolicyForward(model)
     update_gradients(forward, {})
     assert torch.equal(model.transformer.wte.weight, before)
     assert model.transformer.wte.weight.grad is None

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import grpo_fast as gf
-from grpo_fast.batching import make_micro_batches
+from grpo_fast.batching import MicroBatches, TokenBudget, Trained, padded_micro_batches
 from grpo_fast.config import LogConfig
 from grpo_fast.metrics import MetricsLog, batch_metrics, completion_metrics, reset_peak_memory, reward_metrics
 from grpo_fast.rewards import Scores
@@ -61,10 +61,12 @@ def test_a_gpus_peak_is_a_steps_own(monkeypatch):
 
 def test_padding_share():
     rollouts = [rollout(2), rollout(8)]
-    batches = make_micro_batches(rollouts, torch.ones(2), [2, 8], max_tokens=100, pad_id=0)
-    assert batch_metrics(batches)["padding_share"] == pytest.approx(6 / 20)
-    apart = make_micro_batches(rollouts, torch.ones(2), [2, 8], max_tokens=1, pad_id=0)
-    assert batch_metrics(apart) == {"padding_share": 0.0, "num_micro_batches": 2.0}
+    trained = Trained.of(rollouts, torch.ones(2), [2, 8], all_move=False)
+    together, apart = (MicroBatches(trained, padded_micro_batches, TokenBudget(size)) for size in (100, 1))
+    assert batch_metrics(together)["padding_share"] == pytest.approx(6 / 20)
+    assert batch_metrics(apart) == {
+        "padding_share": 0.0, "num_micro_batches": 2.0, "update_tokens": 14.0, "update_token_share": 1.0,
+    }  # fmt: skip
 
 
 def test_micro_batches_are_averaged_by_counts():
