@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from grpo_fast import parallel
 from grpo_fast.batching import MicroBatches
 from grpo_fast.config import LogConfig
 from grpo_fast.rewards import Scores
@@ -90,17 +91,18 @@ def batch_metrics(batches: MicroBatches) -> dict[str, float]:
 
     Returns:
         num_micro_batches: of this process.
-        padding_share: the part of their tokens that is padding.
-        update_tokens: tokens of one pass over them.
+        padding_share: the part of all processes' tokens that is padding.
+        update_tokens: tokens of one pass over all processes' micro-batches.
         update_token_share: of the tokens of all prompts and completions, each prompt counted with every completion.
     """
     given = sum(batch.input_ids.numel() for batch in batches.batches)
     padding = sum(batch.padding for batch in batches.batches)
+    given, padding, all_tokens = parallel.sum_counts(given, padding, batches.all_tokens)
     return {
         "num_micro_batches": float(len(batches.batches)),
         "padding_share": padding / given if given else 0.0,
         "update_tokens": float(given),
-        "update_token_share": given / max(batches.all_tokens, 1),
+        "update_token_share": given / max(all_tokens, 1),
     }
 
 

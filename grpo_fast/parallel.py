@@ -77,12 +77,15 @@ def sum_counts(*counts: int) -> list[int]:
 
 
 def reduce(tensor: Tensor, operation: str = "sum") -> Tensor:
-    """The sum, "max" or "min" over processes, elementwise, as a new tensor."""
+    """The sum, "max" or "min" over processes, elementwise, as a new tensor.
+
+    It travels in float64: what a process had nothing to compute for may have another dtype than the others'.
+    """
     if world_size() == 1:
         return tensor
-    tensor = tensor.detach().clone()
-    dist.all_reduce(tensor, getattr(dist.ReduceOp, operation.upper()))
-    return tensor
+    summed = tensor.detach().to(torch.float64, copy=True)
+    dist.all_reduce(summed, getattr(dist.ReduceOp, operation.upper()))
+    return summed.to(tensor.dtype)
 
 
 def broadcast(model: nn.Module) -> None:
