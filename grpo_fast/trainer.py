@@ -95,9 +95,9 @@ class GRPOTrainer:
         parallel.broadcast(model)
         if args.model.gradient_checkpointing:
             enable_gradient_checkpointing(model)
-        rollout = rollout or TransformersRollout(model, self.tokenizer)
-        self.collect = Collector(prompts, rollout, rewards, self.tokenizer, eos_token_ids(model, self.tokenizer), args)
         forward = self._make_forward(model)
+        rollout = rollout or TransformersRollout(model, self.tokenizer, share_prompts=forward.share_prompts)
+        self.collect = Collector(prompts, rollout, rewards, self.tokenizer, eos_token_ids(model, self.tokenizer), args)
         self.update = GRPOUpdate(forward, args, sampling_correction(args.rollout, rollout))
         for best, reason in ((forward.head, forward.reason), (forward.share_prompts, forward.rows_reason)):
             _logger.log(logging.INFO if best else logging.WARNING, "%s: %s", type(model).__name__, reason)

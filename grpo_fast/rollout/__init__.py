@@ -4,6 +4,7 @@ An engine is any object with `generate` and `sync` as in `RolloutEngine`; `rollo
 default one.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -48,6 +49,14 @@ class Rollout:
     completion_ids: tuple[int, ...]
     truncated: bool
     logprobs: tuple[float, ...] | None = None
+
+
+def until_eos(ids: Sequence[int], eos_ids: Sequence[int]) -> tuple[tuple[int, ...], bool]:
+    """The ids up to and including the first end-of-sequence id, and whether there was one."""
+    for position, token in enumerate(ids):
+        if token in eos_ids:
+            return tuple(ids[: position + 1]), True
+    return tuple(ids), False
 
 
 @runtime_checkable

@@ -1,16 +1,22 @@
-"""Rollouts by `model.generate` of transformers: works with any causal language model it loads."""
+"""Rollouts from a model of transformers, in groups: a prompt is read once, rows that end make room for others."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
-from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from grpo_fast.attention.support import shared_prefix_refusal
 from grpo_fast.modes import evaluation_mode
 from grpo_fast.reference_model import frozen_copy
-from grpo_fast.rollout import Rollout, SamplingOptions
+from grpo_fast.rollout import Rollout, SamplingOptions, until_eos
+from grpo_fast.rollout.decoding import GroupDecoder
+from grpo_fast.rollout.generate import generate_rows
+from grpo_fast.rollout.sampling import draw
+
+_LEAVE = 1 / 8  # ended rows are left out when they are this share of the rows: leaving out copies what stays
+_LOOK_EVERY = 8  # steps between looks at which rows have ended, on a GPU, which would have to be waited for
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer=None) -> tuple[int, ...]:
@@ -22,39 +28,11 @@ def eos_token_ids(model: PreTrainedModel, tokenizer=None) -> tuple[int, ...]:
     return tuple(sorted(i for i in ids if i is not None and 0 <= i < vocab_size))
 
 
-def until_eos(ids: Sequence[int], eos_ids: Sequence[int]) -> tuple[tuple[int, ...], bool]:
-    """The ids up to and including the first end-of-sequence id, and whether there was one."""
-    for position, token in enumerate(ids):
-        if token in eos_ids:
-            return tuple(ids[: position + 1]), True
-    return tuple(ids), False
-
-
-class _LogprobRecorder(LogitsProcessor):
-    """Notes the log-prob of every sampled token; runs last, keeps the [rows, V] scores of one step only."""
-
-    def __init__(self) -> None:
-        self._log_probs: Tensor | None = None  # of the step whose token is not known yet
-        self._sampled: list[Tensor] = []
-
-    def _resolve(self, token_ids: Tensor) -> None:
-        self._sampled.append(self._log_probs.gather(1, token_ids[:, None])[:, 0])
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if self._log_probs is not None:
-            self._resolve(input_ids[:, -1])
-        self._log_probs = scores.float().log_softmax(-1)
-        return scores
-
-    def finish(self, last_ids: Tensor) -> Tensor:  # [rows, steps]
-        self._resolve(last_ids)
-        return torch.stack(self._sampled, dim=1)
-
-
 class TransformersRollout:
-    """Samples from a model by its own `generate`.
+    """Samples from a model of transformers.
 
-    Prompts are left-padded with an attention mask and position ids that start at 0 with the first real token.
+    A prompt goes through the model once, whatever the number of its completions, and rows that ended leave the batch.
+    Models whose attention cannot be ours are sampled from by their own `generate`; `reason` says so.
     On a GPU it samples from a bfloat16 copy of a float32 policy, which `sync` refreshes; otherwise from the
     policy itself.
 
@@ -62,9 +40,22 @@ class TransformersRollout:
         model: the policy.
         tokenizer: asked for its end and pad ids only; None leaves the model's own.
         copy_dtype: sample from a copy of this dtype; None: bfloat16 for a float32 model on a GPU, else no copy.
+        share_prompts: whether groups share their prompt's keys and values; None: where the model can.
+
+    Attributes:
+        eos_ids: what ends a completion.
+        exact: whether log-probs are the policy's own, but for the order of sums.
+        share_prompts, reason: how it samples, and in words why.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer=None, *, copy_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer=None,
+        *,
+        copy_dtype: torch.dtype | None = None,
+        share_prompts: bool | None = None,
+    ) -> None:
         if not model.can_generate():
             raise ValueError(f"model: expected a causal language model with `generate`, got {type(model).__name__}")
         self.eos_ids = eos_token_ids(model, tokenizer)
@@ -73,6 +64,14 @@ class TransformersRollout:
         if copy_dtype is None and model.device.type == "cuda" and model.dtype == torch.float32:
             copy_dtype = torch.bfloat16
         self.model = model if copy_dtype is None else frozen_copy(model, copy_dtype)
+        self.exact = self.model.dtype == model.dtype
+        refusal = "asked for" if share_prompts is False else None if share_prompts else shared_prefix_refusal(model)
+        self.share_prompts = refusal is None
+        self.reason = (
+            "rollout in groups: each prompt is read once"
+            if refusal is None
+            else (f"rollout by model.generate, each prompt is read for each of its completions: {refusal}")
+        )
 
     @torch.no_grad()
     def sync(self, model: PreTrainedModel) -> None:
@@ -89,18 +88,20 @@ class TransformersRollout:
     def generate(self, prompts: list[list[int]], options: SamplingOptions, seed: int) -> list[Rollout]:
         """`options.n` completions of every prompt, group after group. See `RolloutEngine.generate`.
 
+        With shared prompts a completion depends on its prompt, its place in the list and the seed, not on max_rows.
+
         Raises:
             ValueError: for a prompt that is empty or leaves no room for `options.max_tokens` in the model's
                 positions.
         """
         self._check_lengths(prompts, options.max_tokens)
-        rows = [prompt for prompt in prompts for _ in range(options.n)]
-        size = options.max_rows or max(len(rows), 1)
-        rollouts: list[Rollout] = []
-        with self._sampling(seed):
-            for start in range(0, len(rows), size):
-                rollouts += self._generate_rows(rows[start : start + size], options)
-        return rollouts
+        if not self.share_prompts:
+            rows = [prompt for prompt in prompts for _ in range(options.n)]
+            return generate_rows(self.model, rows, options, seed, eos_ids=self.eos_ids, pad_id=self.pad_id)
+        if not prompts:
+            return []
+        with evaluation_mode(self.model):
+            return _Generation(self.model, prompts, options, seed, self.eos_ids).run()
 
     def _check_lengths(self, prompts: list[list[int]], max_tokens: int) -> None:
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
@@ -113,78 +114,99 @@ class TransformersRollout:
                     f"Set rollout.max_completion_length={limit - len(prompt)} or less"
                 )
 
-    @contextmanager
-    def _sampling(self, seed: int) -> Iterator[None]:
-        """Eval mode, an own random state, none of the checkpoint's defaults (penalties, bans, ...)."""
-        model = self.model
-        devices = [model.device] if model.device.type == "cuda" else []
-        defaults = model.generation_config
-        with torch.random.fork_rng(devices=devices), evaluation_mode(model):
-            _seed(seed, model.device)
-            # generate() fills what a config leaves open from model.generation_config: hence the swap
-            model.generation_config = GenerationConfig(
-                pad_token_id=self.pad_id, eos_token_id=list(self.eos_ids) or None
-            )
-            try:
-                yield
-            finally:
-                model.generation_config = defaults
 
-    def _generate_rows(self, rows: list[list[int]], options: SamplingOptions) -> list[Rollout]:
-        width = max(map(len, rows))
-        device = self.model.device
-        input_ids = torch.tensor([[self.pad_id] * (width - len(row)) + list(row) for row in rows], device=device)
-        attention_mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
-        # the warpers below do the work of temperature, top_k and top_p, so that the recorder runs after them
-        neutral = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
-        config = GenerationConfig(
-            max_new_tokens=options.max_tokens,
-            **(neutral if options.temperature > 0 else {"do_sample": False}),
-            use_cache=True,
-            pad_token_id=self.pad_id,
-            eos_token_id=list(self.eos_ids) or None,
-        )
-        recorder = _LogprobRecorder() if options.logprobs else None
-        # generate() derives position ids from the attention mask
-        sequences = self.model.generate(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            generation_config=config,
-            logits_processor=_warpers(options) + ([recorder] if recorder else []),
-        )
-        completions = sequences[:, width:]
-        logprobs = recorder.finish(completions[:, -1]).tolist() if recorder else None
-        return [
-            self._rollout(row, ids, None if logprobs is None else logprobs[index])
-            for index, (row, ids) in enumerate(zip(rows, completions.tolist(), strict=True))
-        ]
+class _Generation:
+    """One call of `generate`: completions are rows of a table; those being sampled are the batch's, and the decoder's.
 
-    def _rollout(self, prompt: list[int], sampled: list[int], logprobs: list[float] | None) -> Rollout:
-        ids, ended = until_eos(sampled, self.eos_ids)
+    Rows that have ended may stay in the batch for a while; what is sampled for them goes to a column of its own.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        prompts: Sequence[Sequence[int]],
+        options: SamplingOptions,
+        seed: int,
+        eos_ids: Sequence[int],
+    ) -> None:
+        self._prompts, self._options, self._eos_ids = prompts, options, eos_ids
+        device, rows = model.device, len(prompts) * options.n
+        numbers = torch.rand(
+            rows, options.max_tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+        )
+        self._uniforms = nn.functional.pad(numbers, (0, 1)).to(device)
+        self._tokens = torch.zeros(rows, options.max_tokens + 1, dtype=torch.int64, device=device)
+        self._logps = torch.zeros(rows, options.max_tokens + 1, device=device)
+        self._ends = torch.tensor(eos_ids, dtype=torch.int64, device=device)
+        self._decoder = GroupDecoder(model, options.max_tokens)
+        self._most = options.max_rows or rows
+        # (prompt, first row, rows): groups, or parts of those that are larger than the batch may be.
+        self._waiting = deque(
+            (group, group * options.n + first, min(self._most, options.n - first))
+            for group in range(len(prompts))
+            for first in range(0, options.n, self._most)
+        )
+        # Of the batch's rows: which row of the table, tokens sampled so far, the last one, and whether that ended it.
+        self._rows = torch.empty(0, dtype=torch.int64, device=device)
+        self._counts, self._last = self._rows, self._rows
+        self._ended = self._rows.bool()
+
+    def run(self) -> list[Rollout]:
+        self._admit()
+        steps = 0
+        while len(self._rows):
+            logits = self._decoder.step(self._last)
+            self._last, self._counts, self._ended = self._sample(logits, self._rows, self._counts, self._ended)
+            steps += 1
+            if not self._rows.is_cuda or steps % _LOOK_EVERY == 0:
+                self._leave_out()
+        tokens, logps = self._tokens.tolist(), self._logps.tolist()
+        return [self._rollout(row, tokens[row], logps[row]) for row in range(len(tokens))]
+
+    def _sample(self, logits: Tensor, rows: Tensor, counts: Tensor, ended: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """A token for each of `rows`; returns (tokens, counts, ended) with it."""
+        columns = torch.where(ended, self._options.max_tokens, counts)
+        tokens, logps = draw(logits, self._uniforms[rows, columns], self._options)
+        self._tokens[rows, columns], self._logps[rows, columns] = tokens, logps
+        counts = counts + 1
+        return tokens, counts, ended | torch.isin(tokens, self._ends) | (counts >= self._options.max_tokens)
+
+    def _admit(self) -> None:
+        """Waiting groups, as many as there is room for: their prompts are read and their first tokens sampled."""
+        parts, room = [], self._most - len(self._rows)
+        while self._waiting and self._waiting[0][2] <= room:
+            parts.append(self._waiting.popleft())
+            room -= parts[-1][2]
+        if not parts:
+            return
+        counts = [count for _, _, count in parts]
+        logits = self._decoder.admit([self._prompts[group] for group, _, _ in parts], counts)
+        rows = [row for _, first, count in parts for row in range(first, first + count)]
+        rows = torch.tensor(rows, device=logits.device)
+        logits = logits.repeat_interleave(torch.tensor(counts, device=logits.device), 0)
+        sampled = self._sample(logits, rows, torch.zeros_like(rows), torch.zeros_like(rows, dtype=torch.bool))
+        self._rows = torch.cat([self._rows, rows])
+        old = (self._last, self._counts, self._ended)
+        self._last, self._counts, self._ended = (torch.cat(both) for both in zip(old, sampled, strict=True))
+        self._leave_out()
+
+    def _leave_out(self) -> None:
+        """Once many rows have ended, the batch goes on without them and with others."""
+        ended = self._ended.tolist()
+        if sum(ended) < max(_LEAVE * len(ended), 1):
+            return
+        stay = [index for index, is_over in enumerate(ended) if not is_over]
+        self._decoder.keep(stay)
+        index = torch.tensor(stay, dtype=torch.int64, device=self._rows.device)
+        batch = (self._rows, self._last, self._counts, self._ended)
+        self._rows, self._last, self._counts, self._ended = (x[index] for x in batch)
+        self._admit()
+
+    def _rollout(self, row: int, tokens: list[int], logps: list[float]) -> Rollout:
+        ids, ended = until_eos(tokens[: self._options.max_tokens], self._eos_ids)
         return Rollout(
-            prompt_ids=tuple(prompt),
+            prompt_ids=tuple(self._prompts[row // self._options.n]),
             completion_ids=ids,
             truncated=not ended,
-            logprobs=None if logprobs is None else tuple(logprobs[: len(ids)]),
+            logprobs=tuple(logps[: len(ids)]) if self._options.logprobs else None,
         )
-
-
-def _seed(seed: int, device: torch.device) -> None:
-    """Seed the CPU and this device alone: torch.manual_seed would change every GPU's random state."""
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            torch.cuda.manual_seed(seed)
-
-
-def _warpers(options: SamplingOptions) -> list[LogitsProcessor]:
-    if options.temperature == 0:
-        return []
-    warpers: list[LogitsProcessor] = []
-    if options.temperature != 1:
-        warpers.append(TemperatureLogitsWarper(float(options.temperature)))
-    if options.top_k:
-        warpers.append(TopKLogitsWarper(options.top_k))
-    if options.top_p < 1:
-        warpers.append(TopPLogitsWarper(options.top_p))
-    return warpers

@@ -4,68 +4,17 @@ import importlib
 
 import pytest
 import torch
+from architectures import MODELS, VOCAB, make_architecture
 from one_thread import one_thread  # noqa: F401
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GemmaConfig,
-    GemmaForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 from grpo_fast.batching import Trained
 from grpo_fast.forward import PolicyForward
 from grpo_fast.modes import enable_gradient_checkpointing
 from grpo_fast.rollout import Rollout
 
-VOCAB = 61
-SIZES = {
-    "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 40, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": 2,
-}  # fmt: skip
-WINDOW = 5  # shorter than every prompt but one, so that completions see their prompt partly or not at all
-MODELS = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES)),
-    "gemma": lambda: GemmaForCausalLM(GemmaConfig(**SIZES)),
-    "gemma2 with windows and soft caps": lambda: Gemma2ForCausalLM(
-        Gemma2Config(**SIZES, sliding_window=WINDOW, attn_logit_softcapping=2.0)
-    ),
-    "gemma3 with windows": lambda: Gemma3ForCausalLM(
-        Gemma3TextConfig(
-            **SIZES, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"], query_pre_attn_scalar=8
-        )
-    ),
-    "mistral with windows": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=WINDOW)),
-    "gpt2 with dropout": lambda: GPT2LMHeadModel(
-        GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2)
-    ),
-}
 # Prompts of 3 to 11 tokens; completions that are empty, of one token, ragged, and far apart in length.
 GROUPS = ((7, (4, 0, 1, 9)), (3, (1, 1, 2, 3)), (11, (0, 0, 0, 0)), (9, (12, 1, 6, 5)))
 LOSS = {"loss_type": "grpo", "beta": 0.3, "epsilon": 0.2, "denominator": torch.tensor(16)}
-
-
-def make_model(name, dtype):
-    torch.manual_seed(0)
-    model = MODELS[name]().to(dtype)
-    with torch.no_grad():  # attention that is far from uniform
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.08)
-    return model
 
 
 def _rms_norm(layer, x):
@@ -134,7 +83,7 @@ def assert_same(got, expected, tolerance):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-10), (torch.float32, 1e-5)], ids=["fp64", "fp32"])
 def test_loss_log_probs_and_every_gradient(name, dtype, tolerance):
-    model = make_model(name, dtype)
+    model = make_architecture(name, dtype)
     expected = outcome(model, share_prompts=False)
     assert_same(outcome(model, share_prompts=True), expected, tolerance)
 
@@ -142,7 +91,7 @@ def test_loss_log_probs_and_every_gradient(name, dtype, tolerance):
 @pytest.mark.parametrize("name", ["llama", "gemma2 with windows and soft caps", "gpt2 with dropout"])
 @pytest.mark.parametrize("max_tokens", [1, 17, 40])
 def test_any_budget(name, max_tokens):
-    model = make_model(name, torch.float64)
+    model = make_architecture(name, torch.float64)
     expected = outcome(model, share_prompts=False)
     for share_prompts in (True, False):
         assert_same(outcome(model, share_prompts=share_prompts, max_tokens=max_tokens), expected, 1e-10)
@@ -150,7 +99,7 @@ def test_any_budget(name, max_tokens):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2 with dropout"])
 def test_gradient_checkpointing(name):
-    model = make_model(name, torch.float64)
+    model = make_architecture(name, torch.float64)
     expected = outcome(model, share_prompts=False)
     enable_gradient_checkpointing(model)
     assert_same(outcome(model, share_prompts=True), expected, 1e-10)
@@ -158,7 +107,7 @@ def test_gradient_checkpointing(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_these_models_are_served_and_each_prompt_is_fed_once(name):
-    forward = PolicyForward(make_model(name, torch.float32))
+    forward = PolicyForward(make_architecture(name, torch.float32))
     assert forward.share_prompts, forward.rows_reason
     (batch,) = forward.micro_batches(make_trained(), 10_000)
     # The last token of a completion predicts nothing; a prompt without any completion to train is left out.
