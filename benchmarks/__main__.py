@@ -11,7 +11,7 @@ import runpy
 import sys
 from pathlib import Path
 
-NAMES = ("bench_grpo_loss", "bench_linear_grpo_loss", "sass", "demo_seeds", "report")
+NAMES = ("bench_grpo_loss", "bench_linear_grpo_loss", "bench_train_step", "sass", "demo_seeds", "report")
 
 
 def overview() -> str:

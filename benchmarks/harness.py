@@ -122,15 +122,25 @@ def _commit() -> str:
     return commit.stdout.strip() + ("+" if dirty.stdout.strip() else "")
 
 
+def read_csv(name: str) -> list[dict[str, str]]:
+    """The rows of benchmarks/results/<name>.csv; none where there is no such file."""
+    path = RESULTS / f"{name}.csv"
+    if not path.exists():
+        return []
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def write_csv(name: str, rows: list[dict[str, object]]) -> Path:
-    """Writes benchmarks/results/<name>.csv; every row carries the machine's columns."""
+    """Writes benchmarks/results/<name>.csv; rows without the machine's columns, from this run, get them."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.csv"
     about = machine()
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=[*rows[0], *about])
+    columns = [*(column for column in rows[0] if column not in about), *about]
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=columns)
         writer.writeheader()
-        writer.writerows({**row, **about} for row in rows)
+        writer.writerows({**about, **row} for row in rows)
     return path
 
 
