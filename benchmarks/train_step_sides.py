@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 from grpo_fast import GRPOTrainer
 from grpo_fast.batching import MicroBatches, Trained
 from grpo_fast.config import build_config
+from grpo_fast.reference import Reference
 from grpo_fast.rollout import Rollout, SamplingOptions
 
 GROUPS = 2  # the fewest of which half can be dead
@@ -128,7 +130,7 @@ class Ours:
         self.trainer = GRPOTrainer(
             model, no_reward, build_config(settings), [{"prompt": "1"}] * GROUPS, None, tokenizer
         )
-        self.trainer.reference = self.trainer.update.forward
+        self.trainer.reference = Reference(self.trainer.update.forward, nullcontext, "the policy itself")
         self.trainer.collect.rollout.eos_ids = ()
         options = self.trainer.args.rollout
         self.sampling = SamplingOptions(
@@ -150,7 +152,7 @@ class Ours:
         return trained, MicroBatches(trained, self.trainer.update.forward.micro_batches, self.trainer.budget)
 
     def reference(self, batch: Batch) -> Tensor:
-        return self.trainer.reference_logps(*self._micro_batches(batch))
+        return self.trainer.reference(*self._micro_batches(batch))
 
     def update(self, batch: Batch) -> tuple[float, float]:
         """Loss, and norm of all gradients."""

@@ -94,6 +94,20 @@ def prepare_smollm2(
 
 
 @app.command()
+def merge(
+    adapter: Annotated[Path, typer.Argument(help="A checkpoint of a run with lora.r.", show_default=False)],
+    out: Annotated[Path, typer.Argument(metavar="DIR", show_default=False)],
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, or auto: as the model's own weights.")] = "auto",
+    debug: Debug = False,
+) -> None:
+    """Write the model an adapter was trained on with the adapter merged into it."""
+    with _user_errors(debug):
+        from grpo_fast.merge import merge_adapter
+
+        typer.echo(f"wrote {merge_adapter(adapter, out, dtype)}")
+
+
+@app.command()
 def env() -> None:
     """Print versions, devices and backends."""
     from grpo_fast.environment import describe_environment

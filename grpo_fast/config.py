@@ -26,12 +26,32 @@ class ModelConfig:
     path: str | None = None  # folder or hub name given to from_pretrained
     dtype: Literal["float32", "bfloat16", "auto"] = "float32"  # of the trained weights; auto: as saved
     reference_dtype: Literal["float32", "bfloat16"] | None = None  # None: bfloat16 on a GPU, else model.dtype
+    reference_offload: bool = False  # the copy that is the reference waits in the CPU's memory between its phases
     attn_implementation: str | None = None  # handed to transformers; None leaves the choice to it
     gradient_checkpointing: bool = False  # recompute activations in the backward to save memory
     trust_remote_code: bool = False  # run modelling code that comes with the checkpoint
 
     def __post_init__(self) -> None:
         check_types(self, "model")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoraConfig:
+    """Low-rank adapters (LoRA, arXiv 2106.09685) are trained in place of the weights; needs the extra `peft`."""
+
+    r: int = 0  # rank of the adapters; 0: none, all weights are trained
+    alpha: float | None = None  # their product is scaled by alpha / r; None: 2 * r
+    target_modules: str | list[str] = "all-linear"  # names of layers; all-linear: every linear one but the head
+    use_rslora: bool = False  # scale by alpha / sqrt(r) instead (arXiv 2312.03732)
+
+    def __post_init__(self) -> None:
+        check_types(self, "lora")
+        check_range("lora.r", self.r, at_least=0)
+        expect(self.alpha is None or self.alpha > 0, "lora.alpha", "a number > 0", self.alpha, "null for 2 * lora.r")
+        expect(bool(self.target_modules), "lora.target_modules", "at least one name", self.target_modules, "all-linear")
+        for name, default in (("alpha", None), ("target_modules", "all-linear"), ("use_rslora", False)):
+            unused = self.r == 0 and getattr(self, name) != default
+            refuse(unused, f"lora.{name}", getattr(self, name), "with lora.r=0", "lora.r, e.g. to 16")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,7 +188,8 @@ class LossConfig:
 class OptimConfig:
     """AdamW and its schedule."""
 
-    learning_rate: float = 1e-6  # peak
+    # Peak; None: 1e-6, and 1e-5 for adapters (ten times as much: Schulman et al. 2025, "LoRA Without Regret").
+    learning_rate: float | None = None
     weight_decay: float = 0.0  # decoupled
     adam_beta1: float = 0.9  # decay of the mean of the gradients
     adam_beta2: float = 0.999  # decay of the mean of their squares
@@ -262,6 +283,7 @@ class GRPOConfig:
     seed: int = 0  # of data order and sampling
     max_steps: int = 100  # rollouts; each is trained on loss.num_iterations times
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
@@ -277,9 +299,16 @@ class GRPOConfig:
         # A step's own seed is a multiple of this one plus the step, and has to fit in 64 bits.
         expect(0 <= self.seed < 2**32, "seed", "a number >= 0 and < 2**32", self.seed, "e.g. 0")
         check_range("max_steps", self.max_steps, at_least=1)
-        dtype = self.model.reference_dtype
-        no_reference = dtype is not None and self.loss.beta == 0
-        refuse(no_reference, "model.reference_dtype", dtype, "with loss.beta=0", "it to null")
+        for name, default, remedy in (
+            ("reference_dtype", None, "it to null"),
+            ("reference_offload", False, "it to false"),
+        ):
+            value = getattr(self.model, name)
+            for no_copy, because in (
+                (self.loss.beta == 0, "with loss.beta=0"),
+                (self.lora.r > 0, "with lora.r, where the reference is the policy with its adapters off"),
+            ):
+                refuse(no_copy and value != default, f"model.{name}", value, because, remedy)
         updates = self.max_steps * self.loss.num_iterations
         warmup = self.optim.warmup_steps
         expected = f"less than the run's {updates} optimizer steps (max_steps * loss.num_iterations)"

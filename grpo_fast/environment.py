@@ -9,10 +9,11 @@ import torch
 
 from grpo_fast import parallel
 from grpo_fast.config import GRPOConfig
+from grpo_fast.lora import require_peft
 from grpo_fast.ops.backends import available_backends, choose
 
 _PACKAGES = ("grpo-fast", "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")
-_OPTIONAL = ("matplotlib", "gguf", "datasets", "pyarrow", "tensorboard", "trl")
+_OPTIONAL = ("matplotlib", "gguf", "datasets", "pyarrow", "tensorboard", "peft", "trl")
 
 
 def describe_environment() -> str:
@@ -57,7 +58,7 @@ def check_environment(args: GRPOConfig, device: torch.device | None = None) -> N
     Raises:
         ValueError: WORLD_SIZE without torchrun's other variables, or a loss.backend that cannot be used here, with the
             reason.
-        ImportError: a logger of log.report_to that is not installed.
+        ImportError: a package that lora.r or log.report_to needs is not installed.
     """
     parallel.check_environment()
     if args.loss.backend is not None:
@@ -66,5 +67,7 @@ def check_environment(args: GRPOConfig, device: torch.device | None = None) -> N
             choose(args.loss.backend, (device or default_device()).type, dtype)
         except NotImplementedError as error:
             raise ValueError(f"loss.{error}. Set loss.backend=null for the best one here") from error
+    if args.lora.r:
+        require_peft("lora.r")
     if "tensorboard" in args.log.report_to and find_spec("tensorboard") is None:
         raise ImportError("log.report_to: tensorboard is not installed: pip install 'grpo-fast[tensorboard]'")

@@ -7,7 +7,6 @@ the head's weight, and no logits exist; otherwise from the logits, in place.
 
 import contextlib
 import inspect
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ from grpo_fast.attention.interface import own_attention
 from grpo_fast.attention.support import shared_prefix_refusal
 from grpo_fast.batching import MicroBatch, Trained, padded_micro_batches, shared_prefix_micro_batches
 from grpo_fast.heads import UnsupportedHead, head_weight
+from grpo_fast.lora import inner_model
 from grpo_fast.modes import evaluation_mode, update_mode
 from grpo_fast.ops import grpo_loss, linear_grpo_loss, linear_token_logprobs, token_logprobs
 from grpo_fast.types import LossMetrics
@@ -107,19 +107,6 @@ def _logits_from(hidden: Tensor, model: nn.Module, vocab: int) -> Tensor | None:
     return out.logits if replaced else None
 
 
-def _inside_lora_wrapper(model: nn.Module) -> nn.Module:
-    """The model within peft's wrapper for LoRA, which only passes calls on: the adapters are in the layers.
-
-    aLoRA's wrapper does more, it looks for where an adapter begins, and so do those of other methods.
-    """
-    peft = sys.modules.get("peft")
-    if peft is None or not isinstance(model, peft.PeftModel) or type(model.base_model) is not peft.LoraModel:
-        return model
-    if any(getattr(config, "alora_invocation_tokens", None) for config in model.peft_config.values()):
-        return model
-    return model.base_model.model
-
-
 @dataclass(frozen=True, slots=True)
 class UpdateOutput:
     """Of a micro-batch: the loss (0-d, with a graph), log-probs and sampling weights of its tokens, float [N]."""
@@ -158,7 +145,7 @@ class PolicyForward:
         head: tuple[LinearHead | None, str] | None = None,
         share_prompts: bool | None = None,
     ) -> None:
-        self.model = model = _inside_lora_wrapper(model)
+        self.model = model = inner_model(model)
         if autocast is None and model.device.type == "cuda" and model.dtype == torch.float32:
             autocast = torch.bfloat16
         self.autocast = autocast
@@ -169,6 +156,10 @@ class PolicyForward:
         self.rows_reason = "rows without padding, in which completions share their prompt"
         if not self.share_prompts:
             self.rows_reason = f"a padded row for every completion: {refusal or 'asked for'}"
+
+    def of_copy(self, model: nn.Module) -> "PolicyForward":
+        """The same for a copy of the model, of whatever dtype, without asking it anything."""
+        return PolicyForward(model, head=(self.head, self.reason), share_prompts=self.share_prompts, **self.options)
 
     def micro_batches(self, trained: Trained, max_tokens: int) -> list[MicroBatch]:
         """What `loss` and `logprobs` take, on the model's device; see `batching`. Nothing to train on makes none."""

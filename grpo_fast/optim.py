@@ -1,15 +1,29 @@
 """AdamW and the learning rate as a function of the optimizer step."""
 
+import dataclasses
 import math
 
 import torch
 from torch import nn
 
 from grpo_fast.config import OptimConfig
+from grpo_fast.lora import adapter_layers
+
+
+def with_learning_rate(options: OptimConfig, model: nn.Module) -> OptimConfig:
+    """The options with the learning rate that None stands for, which is another for a model with adapters."""
+    if options.learning_rate is not None:
+        return options
+    return dataclasses.replace(options, learning_rate=1e-5 if adapter_layers(model) else 1e-6)
 
 
 def make_optimizer(model: nn.Module, options: OptimConfig) -> torch.optim.AdamW:
-    """AdamW over the parameters that require grad, fused where possible; biases and norms do not decay."""
+    """AdamW over the parameters that require grad, fused where possible; biases and norms do not decay.
+
+    Args:
+        model: what to train.
+        options: with a learning rate (`with_learning_rate`).
+    """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         raise ValueError("model: expected parameters that require grad, got none")

@@ -44,6 +44,15 @@ def check_environment() -> None:
         )
 
 
+def check_model(model: nn.Module) -> None:
+    """Refuse a model in a wrapper that would reduce gradients, too (a ValueError)."""
+    if isinstance(getattr(model, "module", None), nn.Module):
+        raise ValueError(
+            f"model: expected the bare model, got one wrapped in {type(model).__name__}. Pass model.module: the "
+            "trainer sums gradients over the processes that torchrun starts"
+        )
+
+
 def join(device_type: str) -> None:
     """Meet the other processes that torchrun started, unless that has happened.
 

@@ -5,19 +5,18 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
-from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from grpo_fast import parallel
-from grpo_fast.batching import MicroBatch, MicroBatches, TokenBudget, Trained
+from grpo_fast.batching import MicroBatches, TokenBudget, Trained
 from grpo_fast.checkpoint import prune_checkpoints, save_checkpoint
 from grpo_fast.config import GRPOConfig
 from grpo_fast.environment import check_environment, default_device
 from grpo_fast.evaluate import evaluate
 from grpo_fast.experience import SEED_STRIDE, Collector, Experience
 from grpo_fast.forward import PolicyForward
+from grpo_fast.lora import add_lora
 from grpo_fast.metrics import (
     MetricsLog,
     PhaseTimer,
@@ -31,7 +30,7 @@ from grpo_fast.metrics import (
 from grpo_fast.model import load_model_config, load_policy, load_tokenizer
 from grpo_fast.modes import enable_gradient_checkpointing
 from grpo_fast.prompts import PromptSource
-from grpo_fast.reference_model import frozen_copy, reference_dtype
+from grpo_fast.reference import make_reference
 from grpo_fast.rewards import Rewards, check_columns
 from grpo_fast.rollout import RolloutEngine, SamplingOptions
 from grpo_fast.rollout.transformers import TransformersRollout, eos_token_ids
@@ -49,11 +48,12 @@ class GRPOTrainer:
     seed and learning rate are functions of k. Under torchrun every process trains on its share of each step's prompts.
 
     Args:
-        model: a causal language model of transformers on its device, or a path to load it from.
+        model: a causal language model of transformers on its device, or peft's LoRA around one, or a path to load it
+            from.
         reward_funcs: callables or names (`grpo_fast.rewards.resolve_reward`), one or several; None:
             args.reward.funcs.
         args: the configuration. `args.data` beyond prompt columns and lengths, and `args.model` beyond
-            gradient_checkpointing and reference_dtype, are for whoever loads data and model.
+            gradient_checkpointing and the reference's fields, are for whoever loads data and model.
         train_dataset: rows with a prompt (a string or messages); other columns go to the reward functions.
         eval_dataset: held-out rows.
         processing_class: the tokenizer; None loads the one that belongs to the model.
@@ -75,6 +75,8 @@ class GRPOTrainer:
         processing_class=None,
         rollout: RolloutEngine | None = None,
     ) -> None:
+        if not isinstance(model, str):
+            parallel.check_model(model)
         check_environment(args, None if isinstance(model, str) else model.device)
         rewards = Rewards(args.reward.funcs if reward_funcs is None else reward_funcs, args.reward.weights)
         if isinstance(model, str):
@@ -92,21 +94,21 @@ class GRPOTrainer:
         # All that the data can get wrong is known by now, before the weights are read.
         parallel.join(default_device().type if isinstance(model, str) else model.device.type)
         self.model = model = load_policy(args, config, default_device()) if isinstance(model, str) else model
+        if args.lora.r:
+            self.model = model = add_lora(model, args.lora, args.seed)
         parallel.broadcast(model)
         if args.model.gradient_checkpointing:
             enable_gradient_checkpointing(model)
-        forward = self._make_forward(model)
+        forward = PolicyForward(model, temperature=args.rollout.temperature, backend=args.loss.backend)
         rollout = rollout or TransformersRollout(model, self.tokenizer, share_prompts=forward.share_prompts)
         self.collect = Collector(prompts, rollout, rewards, self.tokenizer, eos_token_ids(model, self.tokenizer), args)
         self.update = GRPOUpdate(forward, args, sampling_correction(args.rollout, rollout))
-        for best, reason in ((forward.head, forward.reason), (forward.share_prompts, forward.rows_reason)):
-            _logger.log(logging.INFO if best else logging.WARNING, "%s: %s", type(model).__name__, reason)
-        self.reference = None
-        if args.loss.beta > 0:
-            dtype = reference_dtype(args.model.reference_dtype, model.dtype, model.device)
-            self.reference = self._make_forward(
-                frozen_copy(model, dtype), head=(forward.head, forward.reason), share_prompts=forward.share_prompts
-            )
+        self.reference = make_reference(forward, args)
+        notes = [(forward.head, forward.reason), (forward.share_prompts, forward.rows_reason)]
+        if self.reference is not None:
+            notes.append((True, self.reference.reason))
+        for best, reason in notes:
+            _logger.log(logging.INFO if best else logging.WARNING, "%s: %s", type(forward.model).__name__, reason)
         self.budget = TokenBudget(args.batch.max_tokens_per_micro_batch)
         self.metrics = MetricsLog(args.log)
         self.global_step = 0
@@ -126,11 +128,6 @@ class GRPOTrainer:
             shuffle=shuffle,
             seed=self.args.seed,
             chat_template_kwargs=data.chat_template_kwargs,
-        )
-
-    def _make_forward(self, model: PreTrainedModel, **options) -> PolicyForward:
-        return PolicyForward(
-            model, temperature=self.args.rollout.temperature, backend=self.args.loss.backend, **options
         )
 
     def train(self) -> dict[str, float]:
@@ -165,7 +162,7 @@ class GRPOTrainer:
         trained = Trained.of(experience.rollouts, experience.advantages, lengths, all_move=all_move)
         batches = MicroBatches(trained, self.update.forward.micro_batches, self.budget)
         with timer("reference"):
-            ref_logps = self.reference_logps(trained, batches)
+            ref_logps = self.reference(trained, batches) if self.reference else None
         with timer("update"):
             metrics = self.update(trained, batches, ref_logps, (len(counted), sum(counted)), self.global_step)
             self.collect.rollout.sync(self.model)
@@ -176,20 +173,6 @@ class GRPOTrainer:
         finally:  # the step is done, whatever becomes of its checkpoint
             metrics |= self._log(metrics, experience.of_all_processes(), batches, timer)
         return metrics
-
-    def reference_logps(self, trained: Trained, batches: MicroBatches) -> Tensor | None:
-        """The reference's log-probs of all trained tokens, float [trained.tokens]; None without a reference."""
-        if self.reference is None:
-            return None
-        logps = torch.zeros(trained.tokens, device=self.model.device)
-
-        def fill(batches: Sequence[MicroBatch]) -> Tensor:
-            for batch in batches:
-                logps[batch.places] = self.reference.logprobs(batch).float()
-            return logps
-
-        with self.reference.mode():
-            return batches.run(fill)
 
     def _log(
         self, metrics: dict[str, float], experience: Experience, batches: MicroBatches, timer: PhaseTimer

@@ -9,7 +9,7 @@ from grpo_fast import parallel
 from grpo_fast.batching import MicroBatch, MicroBatches, Trained, denominators
 from grpo_fast.config import GRPOConfig
 from grpo_fast.forward import PolicyForward, UpdateOutput
-from grpo_fast.optim import learning_rate, make_optimizer
+from grpo_fast.optim import learning_rate, make_optimizer, with_learning_rate
 from grpo_fast.sampling_correction import SamplingCorrection, mismatch_metrics
 from grpo_fast.types import LossMetrics
 
@@ -64,6 +64,7 @@ class GRPOUpdate:
     """
 
     def __init__(self, forward: PolicyForward, args: GRPOConfig, correction: SamplingCorrection | None = None) -> None:
+        args = dataclasses.replace(args, optim=with_learning_rate(args.optim, forward.model))
         self.forward, self.args, self.correction = forward, args, correction
         self.optimizer = make_optimizer(forward.model, args.optim)
         loss = dataclasses.asdict(args.loss)

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from grpo_fast.attention.support import shared_prefix_refusal
+from grpo_fast.lora import inner_model
+from grpo_fast.merged_weights import frozen_copy, merged_weights
 from grpo_fast.modes import evaluation_mode
-from grpo_fast.reference_model import frozen_copy
 from grpo_fast.rollout import Rollout, SamplingOptions, until_eos
 from grpo_fast.rollout.decoding import GroupDecoder
 from grpo_fast.rollout.generate import generate_rows
@@ -33,8 +34,8 @@ class TransformersRollout:
 
     A prompt goes through the model once, whatever the number of its completions, and rows that ended leave the batch.
     Models whose attention cannot be ours are sampled from by their own `generate`; `reason` says so.
-    On a GPU it samples from a bfloat16 copy of a float32 policy, which `sync` refreshes; otherwise from the
-    policy itself.
+    On a GPU it samples from a bfloat16 copy of a float32 policy, adapters merged, which `sync` refreshes; otherwise
+    from the policy itself.
 
     Args:
         model: the policy.
@@ -63,6 +64,7 @@ class TransformersRollout:
         self.pad_id = pad_id if pad_id is not None else (self.eos_ids[0] if self.eos_ids else 0)
         if copy_dtype is None and model.device.type == "cuda" and model.dtype == torch.float32:
             copy_dtype = torch.bfloat16
+        model = inner_model(model)
         self.model = model if copy_dtype is None else frozen_copy(model, copy_dtype)
         self.exact = self.model.dtype == model.dtype
         refusal = "asked for" if share_prompts is False else None if share_prompts else shared_prefix_refusal(model)
@@ -75,15 +77,12 @@ class TransformersRollout:
 
     @torch.no_grad()
     def sync(self, model: PreTrainedModel) -> None:
-        """Copy the policy's weights into the copy sampled from, if there is one."""
-        if self.model is model:
+        """Copy the policy's weights into the copy sampled from, if there is one; adapters are merged there."""
+        if self.model is inner_model(model):
             return
-        for copies, sources in (
-            (self.model.parameters(), model.parameters()),
-            (self.model.buffers(), model.buffers()),
-        ):
-            for copy, source in zip(copies, sources, strict=True):
-                copy.copy_(source)
+        copies = dict(self.model.named_parameters(remove_duplicate=False)) | dict(self.model.named_buffers())
+        for name, tensor in merged_weights(model, strict=False):
+            copies[name].copy_(tensor)
 
     def generate(self, prompts: list[list[int]], options: SamplingOptions, seed: int) -> list[Rollout]:
         """`options.n` completions of every prompt, group after group. See `RolloutEngine.generate`.

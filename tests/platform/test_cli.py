@@ -58,7 +58,7 @@ def test_a_recipe_trains_a_model_on_a_file(workplace):
     "setting, said",
     [
         ("loss.betta=0", "error: loss.betta: unknown key, did you mean loss.beta?"),
-        ("optim.learning_rate=fast", "error: optim.learning_rate: expected a finite number, got 'fast'"),
+        ("optim.learning_rate=fast", "error: optim.learning_rate: expected a finite number or null, got 'fast'"),
         ("batch.prompts_per_step=8", "error: batch.prompts_per_step: expected at most the 5 prompts"),
         ("rollout.num_generations=1", "error: rollout.num_generations: expected an integer >= 2"),
         ("reward.funcs=[]", "error: reward.weights: expected 0 numbers"),

@@ -39,14 +39,14 @@ def test_the_defaults_are_the_agreed_ones():
     args = GRPOConfig()
     assert (args.loss.beta, args.loss.loss_type, args.loss.num_iterations) == (0.04, "grpo", 1)
     assert (args.rollout.num_generations, args.rollout.temperature) == (8, 1.0)
-    assert args.optim.learning_rate == 1e-6
+    assert args.optim.learning_rate is None
     assert load_config() == args
 
 
 @pytest.mark.parametrize(
     "override, said",
     [
-        ("optim.learning_rate=fast", "optim.learning_rate: expected a finite number, got 'fast'"),
+        ("optim.learning_rate=fast", "optim.learning_rate: expected a finite number or null, got 'fast'"),
         ("loss.beta=.nan", "loss.beta: expected a finite number"),
         ("loss.betta=1", "loss.betta: unknown key, did you mean loss.beta?"),
         ("los.beta=1", "los: unknown key, did you mean loss?"),

@@ -268,7 +268,7 @@ def test_number_of_forwards(make_args):
         count = [0, 0]
         trainer.model.model.register_forward_hook(lambda *_: count.__setitem__(0, count[0] + 1))
         if trainer.reference is not None:
-            trainer.reference.model.model.register_forward_hook(lambda *_: count.__setitem__(1, count[1] + 1))
+            trainer.reference.forward.model.model.register_forward_hook(lambda *_: count.__setitem__(1, count[1] + 1))
         trainer.step()
         return count
 
@@ -284,13 +284,13 @@ def test_reference_is_a_frozen_copy(make_args):
     trainer = make_trainer(
         make_args(loss={"beta": 0.1}), lambda completion_ids: [float(sum(i)) for i in completion_ids]
     )
-    before = copy.deepcopy(trainer.reference.model.state_dict())
+    before = copy.deepcopy(trainer.reference.forward.model.state_dict())
     for _ in range(2):
         metrics = trainer.step()
     assert metrics["kl"] > 0
-    after = trainer.reference.model.state_dict()
+    after = trainer.reference.forward.model.state_dict()
     assert all(torch.equal(value, before[name]) for name, value in after.items())
-    assert not any(parameter.requires_grad for parameter in trainer.reference.model.parameters())
+    assert not any(parameter.requires_grad for parameter in trainer.reference.forward.model.parameters())
     assert make_trainer(make_args()).reference is None
 
 
@@ -335,7 +335,7 @@ def test_the_policys_head_is_the_references(make_args, monkeypatch):
     monkeypatch.setattr("grpo_fast.forward.find_linear_head", lambda model: asked.append(model) or find(model))
     trainer = make_trainer(make_args(loss={"beta": 0.1}, model=ModelConfig(reference_dtype="bfloat16")))
     assert asked == [trainer.model]
-    assert trainer.reference.head is trainer.update.forward.head is not None
+    assert trainer.reference.forward.head is trainer.update.forward.head is not None
     assert trainer.step()["kl"] >= 0  # of the reference's own, rounded weights
 
 
@@ -393,6 +393,7 @@ def test_where_the_loss_is_computed_from_is_said_once(make_args, caplog):
         ("INFO", "LlamaForCausalLM: loss from hidden states: the head is a linear layer, "
          "logits are never materialised"),
         ("INFO", "LlamaForCausalLM: rows without padding, in which completions share their prompt"),
+        ("INFO", "LlamaForCausalLM: reference: a copy in float32"),
         ("WARNING", "LlamaForCausalLM: loss from logits: the Sequential is not a plain linear layer"),
         ("INFO", "LlamaForCausalLM: rows without padding, in which completions share their prompt"),
     ]  # fmt: skip
