@@ -87,6 +87,9 @@ class DataConfig:
 class RolloutConfig:
     """How completions are sampled."""
 
+    engine: Literal["transformers", "vllm"] = "transformers"  # what samples; vllm needs the extra of that name
+    vllm_gpu_memory_utilization: float | None = None  # vLLM's share of the device's memory; None: 0.3
+    vllm_max_model_length: int | None = None  # of prompt and completion, in tokens; None: what the data can need
     num_generations: int = 8  # completions per prompt, the group size G
     max_completion_length: int = 256  # in tokens
     temperature: float = 1.0  # of sampling, and of every log-prob in the loss
@@ -126,6 +129,18 @@ class RolloutConfig:
         check_range("rollout.max_resampling_rounds", self.max_resampling_rounds, at_least=0)
         cap = self.importance_sampling_clip_max
         expect(cap >= 1, "rollout.importance_sampling_clip_max", "a number >= 1", cap, "e.g. 3.0")
+        for name in ("vllm_gpu_memory_utilization", "vllm_max_model_length"):
+            value = getattr(self, name)
+            unused = self.engine != "vllm" and value is not None
+            refuse(unused, f"rollout.{name}", value, f"with rollout.engine={self.engine}", "it to null")
+        share, length = self.vllm_gpu_memory_utilization, self.vllm_max_model_length
+        in_range = share is None or 0 < share < 1
+        expect(in_range, "rollout.vllm_gpu_memory_utilization", "a number in (0, 1)", share, "e.g. 0.3")
+        least = self.max_completion_length + 1
+        expected = f"more than rollout.max_completion_length={self.max_completion_length}"
+        expect(
+            length is None or length >= least, "rollout.vllm_max_model_length", expected, length, f"at least {least}"
+        )
         mode = self.importance_sampling_mode
         because = "with top_p or top_k, whose log-probs are of another distribution than the policy's"
         unlike = mode in ("token_truncate", "token_mask") and not self.samples_the_policy

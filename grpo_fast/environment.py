@@ -11,9 +11,10 @@ from grpo_fast import parallel
 from grpo_fast.config import GRPOConfig
 from grpo_fast.lora import require_peft
 from grpo_fast.ops.backends import available_backends, choose
+from grpo_fast.rollout.engines import require_vllm
 
 _PACKAGES = ("grpo-fast", "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")
-_OPTIONAL = ("matplotlib", "gguf", "datasets", "pyarrow", "tensorboard", "peft", "trl")
+_OPTIONAL = ("matplotlib", "gguf", "datasets", "pyarrow", "tensorboard", "peft", "trl", "vllm")
 
 
 def describe_environment() -> str:
@@ -56,9 +57,9 @@ def check_environment(args: GRPOConfig, device: torch.device | None = None) -> N
         device: where the model is; None: where it would be loaded to.
 
     Raises:
-        ValueError: WORLD_SIZE without torchrun's other variables, or a loss.backend that cannot be used here, with the
-            reason.
-        ImportError: a package that lora.r or log.report_to needs is not installed.
+        ValueError: WORLD_SIZE without torchrun's other variables, a loss.backend that cannot be used here, with the
+            reason, or several processes with an engine that is for one.
+        ImportError: a package that lora.r, rollout.engine or log.report_to needs is not installed.
     """
     parallel.check_environment()
     if args.loss.backend is not None:
@@ -69,5 +70,7 @@ def check_environment(args: GRPOConfig, device: torch.device | None = None) -> N
             raise ValueError(f"loss.{error}. Set loss.backend=null for the best one here") from error
     if args.lora.r:
         require_peft("lora.r")
+    if args.rollout.engine == "vllm":
+        require_vllm("rollout.engine")
     if "tensorboard" in args.log.report_to and find_spec("tensorboard") is None:
         raise ImportError("log.report_to: tensorboard is not installed: pip install 'grpo-fast[tensorboard]'")

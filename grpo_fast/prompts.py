@@ -73,6 +73,7 @@ class PromptSource:
 
     Attributes:
         dropped: how many rows were left out as over-long.
+        longest: tokens of the longest prompt; None if there is no limit, and nobody measured.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class PromptSource:
             raise ValueError(
                 f"data.prompt_column: expected a column of the data, {sorted(rows[0])}, got {prompt_column!r}"
             )
+        self.longest: int | None = None
         self.kept = self._within(max_prompt_length, room, overlong)
         self.dropped = len(rows) - len(self.kept)
         self.epoch, self.position = 0, 0
@@ -119,6 +121,7 @@ class PromptSource:
                 f"the longest has {max(lengths)}. Raise the limit, or set data.overlong_prompt=drop with "
                 f"data.max_prompt_length={limit}"
             )
+        self.longest = max(length for length in lengths if length <= limit)
         return [index for index, length in enumerate(lengths) if length <= limit]
 
     def encode(self, row: dict) -> EncodedPrompt:

@@ -32,8 +32,8 @@ from grpo_fast.modes import enable_gradient_checkpointing
 from grpo_fast.prompts import PromptSource
 from grpo_fast.reference import make_reference
 from grpo_fast.rewards import Rewards, check_columns
-from grpo_fast.rollout import RolloutEngine, SamplingOptions
-from grpo_fast.rollout.transformers import TransformersRollout, eos_token_ids
+from grpo_fast.rollout import RolloutEngine, SamplingOptions, eos_token_ids
+from grpo_fast.rollout.engines import make_rollout
 from grpo_fast.sampling_correction import sampling_correction
 from grpo_fast.update import GRPOUpdate
 
@@ -57,7 +57,7 @@ class GRPOTrainer:
         train_dataset: rows with a prompt (a string or messages); other columns go to the reward functions.
         eval_dataset: held-out rows.
         processing_class: the tokenizer; None loads the one that belongs to the model.
-        rollout: the engine that samples; None is `TransformersRollout`.
+        rollout: the engine that samples; None: the one that args.rollout.engine names.
 
     Attributes:
         collect, reference, update: the components of a step, replaceable, and so are theirs: collect.rollout,
@@ -88,9 +88,11 @@ class GRPOTrainer:
         self.args = args
         self.tokenizer = processing_class or AutoTokenizer.from_pretrained(config.name_or_path)
         prompts = self._prompt_source(config, train_dataset, shuffle=args.data.shuffle_dataset)
-        self.eval_prompts = []
+        self.eval_prompts, longest = [], prompts.longest
         if eval_dataset:
-            self.eval_prompts = self._prompt_source(config, eval_dataset, shuffle=False).first(args.eval.num_prompts)
+            held_out = self._prompt_source(config, eval_dataset, shuffle=False)
+            self.eval_prompts = held_out.first(args.eval.num_prompts)
+            longest = longest and max(longest, held_out.longest)
         # All that the data can get wrong is known by now, before the weights are read.
         parallel.join(default_device().type if isinstance(model, str) else model.device.type)
         self.model = model = load_policy(args, config, default_device()) if isinstance(model, str) else model
@@ -100,7 +102,9 @@ class GRPOTrainer:
         if args.model.gradient_checkpointing:
             enable_gradient_checkpointing(model)
         forward = PolicyForward(model, temperature=args.rollout.temperature, backend=args.loss.backend)
-        rollout = rollout or TransformersRollout(model, self.tokenizer, share_prompts=forward.share_prompts)
+        rollout = rollout or make_rollout(
+            model, self.tokenizer, args, share_prompts=forward.share_prompts, longest_prompt=longest
+        )
         self.collect = Collector(prompts, rollout, rewards, self.tokenizer, eos_token_ids(model, self.tokenizer), args)
         self.update = GRPOUpdate(forward, args, sampling_correction(args.rollout, rollout))
         self.reference = make_reference(forward, args)

@@ -1,7 +1,7 @@
 """Rollout engines: token ids in, token ids out. A sampled completion is never decoded and encoded again.
 
-An engine is any object with `generate` and `sync` as in `RolloutEngine`; `rollout.transformers` holds the
-default one.
+An engine is any object with `generate` and `sync` as in `RolloutEngine`: `rollout.transformers` holds the default one,
+`rollout.vllm` the one for much generation on a GPU.
 """
 
 from collections.abc import Sequence
@@ -57,6 +57,36 @@ def until_eos(ids: Sequence[int], eos_ids: Sequence[int]) -> tuple[tuple[int, ..
         if token in eos_ids:
             return tuple(ids[: position + 1]), True
     return tuple(ids), False
+
+
+def eos_token_ids(model, tokenizer=None) -> tuple[int, ...]:
+    """Every id that ends a completion: the model's generation config's, often several, and the tokenizer's."""
+    declared = getattr(model.generation_config, "eos_token_id", None)
+    ids = set(declared if isinstance(declared, (list, tuple)) else [declared])
+    ids.add(getattr(tokenizer, "eos_token_id", None))
+    vocab_size = model.get_input_embeddings().num_embeddings  # default configs name ids of other models
+    return tuple(sorted(i for i in ids if i is not None and 0 <= i < vocab_size))
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], max_tokens: int, positions: int | None) -> None:
+    """Refuse prompts that cannot be continued.
+
+    Args:
+        prompts: token ids of each.
+        max_tokens: of a completion.
+        positions: that the engine has for a prompt and its completion, None for no limit.
+
+    Raises:
+        ValueError: for a prompt that is empty or too long, naming it.
+    """
+    for index, prompt in enumerate(prompts):
+        if not prompt:
+            raise ValueError(f"prompts[{index}]: expected at least one token id to condition on, got none")
+        if positions is not None and len(prompt) + max_tokens > positions:
+            raise ValueError(
+                f"prompts[{index}]: {len(prompt)} + {max_tokens} tokens exceed the model's {positions} positions. "
+                f"Set rollout.max_completion_length={positions - len(prompt)} or less"
+            )
 
 
 @runtime_checkable

@@ -11,22 +11,13 @@ from grpo_fast.attention.support import shared_prefix_refusal
 from grpo_fast.lora import inner_model
 from grpo_fast.merged_weights import frozen_copy, merged_weights
 from grpo_fast.modes import evaluation_mode
-from grpo_fast.rollout import Rollout, SamplingOptions, until_eos
+from grpo_fast.rollout import Rollout, SamplingOptions, check_prompts, eos_token_ids, until_eos
 from grpo_fast.rollout.decoding import GroupDecoder
 from grpo_fast.rollout.generate import generate_rows
 from grpo_fast.rollout.sampling import draw
 
 _LEAVE = 1 / 8  # ended rows are left out when they are this share of the rows: leaving out copies what stays
 _LOOK_EVERY = 8  # steps between looks at which rows have ended, on a GPU, which would have to be waited for
-
-
-def eos_token_ids(model: PreTrainedModel, tokenizer=None) -> tuple[int, ...]:
-    """Every id that ends a completion: the generation config's, often several, and the tokenizer's."""
-    declared = getattr(model.generation_config, "eos_token_id", None)
-    ids = set(declared if isinstance(declared, (list, tuple)) else [declared])
-    ids.add(getattr(tokenizer, "eos_token_id", None))
-    vocab_size = model.get_input_embeddings().num_embeddings  # default configs name ids of other models
-    return tuple(sorted(i for i in ids if i is not None and 0 <= i < vocab_size))
 
 
 class TransformersRollout:
@@ -93,7 +84,8 @@ class TransformersRollout:
             ValueError: for a prompt that is empty or leaves no room for `options.max_tokens` in the model's
                 positions.
         """
-        self._check_lengths(prompts, options.max_tokens)
+        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        check_prompts(prompts, options.max_tokens, positions)
         if not self.share_prompts:
             rows = [prompt for prompt in prompts for _ in range(options.n)]
             return generate_rows(self.model, rows, options, seed, eos_ids=self.eos_ids, pad_id=self.pad_id)
@@ -101,17 +93,6 @@ class TransformersRollout:
             return []
         with evaluation_mode(self.model):
             return _Generation(self.model, prompts, options, seed, self.eos_ids).run()
-
-    def _check_lengths(self, prompts: list[list[int]], max_tokens: int) -> None:
-        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        for index, prompt in enumerate(prompts):
-            if not prompt:
-                raise ValueError(f"prompts[{index}]: expected at least one token id to condition on, got none")
-            if limit is not None and len(prompt) + max_tokens > limit:
-                raise ValueError(
-                    f"prompts[{index}]: {len(prompt)} + {max_tokens} tokens exceed the model's {limit} positions. "
-                    f"Set rollout.max_completion_length={limit - len(prompt)} or less"
-                )
 
 
 class _Generation:

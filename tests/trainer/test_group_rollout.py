@@ -7,9 +7,9 @@ from one_thread import one_thread  # noqa: F401
 from tiny_models import EOS, make_model
 from transformers import MambaConfig, MambaForCausalLM
 
-from grpo_fast.rollout import SamplingOptions
+from grpo_fast.rollout import SamplingOptions, eos_token_ids
 from grpo_fast.rollout.decoding import GroupDecoder
-from grpo_fast.rollout.transformers import TransformersRollout, eos_token_ids
+from grpo_fast.rollout.transformers import TransformersRollout
 
 # Of 3 to 17 tokens: padding where prompts are side by side, and windows of 5 that leave parts of all but one.
 RNG = torch.Generator().manual_seed(5)

@@ -5,8 +5,8 @@ import torch
 from tiny_models import BOS, EOS, PAD, make_model, make_tokenizer
 
 from grpo_fast.modes import enable_gradient_checkpointing, update_mode
-from grpo_fast.rollout import Rollout, RolloutEngine, SamplingOptions, until_eos
-from grpo_fast.rollout.transformers import TransformersRollout, eos_token_ids
+from grpo_fast.rollout import Rollout, RolloutEngine, SamplingOptions, eos_token_ids, until_eos
+from grpo_fast.rollout.transformers import TransformersRollout
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15, 16]]  # of 3 and 9 tokens: left padding is at work
 
