@@ -1,6 +1,7 @@
 // The extension module grpo_fast._C: every native op's schema in one list, and the checks between torch's tensors and
-// the plain structs of cpu/rows.h. Built on torch's stable ABI and Python's limited API, so one binary serves every
-// torch >= 2.11. Ops write into preallocated tensors and return nothing; what they mean: cpu/rows.h and docs/math.md.
+// the plain structs of cpu/rows.h and cpu/decode.h. Built on torch's stable ABI and Python's limited API, so one binary
+// serves every torch >= 2.11. Ops write into preallocated tensors and return nothing; what they mean: cpu/rows.h,
+// cpu/decode.h and docs/math.md.
 #include <Python.h>
 
 #include <torch/csrc/stable/library.h>
@@ -11,6 +12,7 @@
 #include <optional>
 #include <string>
 
+#include "cpu/decode.h"
 #include "cpu/rows.h"
 
 namespace {
@@ -107,6 +109,46 @@ void scale_(Tensor grad, Tensor scale) {
   cpu::scale(rows_of(grad), grad.size(0) * grad.size(1), *floats(scale, 1));
 }
 
+cpu::Heads heads_of(const Tensor& x, ScalarType dtype, int64_t rows, int64_t heads, int64_t tokens, int64_t size) {
+  STD_TORCH_CHECK(x.is_cpu() && x.scalar_type() == dtype && x.dim() == 4 && x.size(0) == rows && x.size(1) == heads &&
+                      x.size(2) >= tokens && x.size(3) == size && (size < 2 || x.stride(3) == 1),
+                  "grpo_fast_cpu: expected [", rows, ", ", heads, ", ", tokens, " or more, ", size,
+                  "] of the query's dtype on the CPU, the last dimension contiguous");
+  return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)};
+}
+
+void decode_attention(Tensor query, Tensor key, Tensor value, Tensor prompt_keys, Tensor prompt_values, Tensor keys,
+                      Tensor values, Tensor groups, Tensor lengths, Tensor ages, Tensor out, double scale,
+                      int64_t window, double softcap) {
+  STD_TORCH_CHECK(query.dim() == 4 && key.dim() == 4 && prompt_keys.dim() == 4 && keys.dim() == 4,
+                  "grpo_fast_cpu: expected tensors of 4 dimensions");
+  const ScalarType dtype = query.scalar_type();
+  const int64_t rows = query.size(0), heads = query.size(1), size = query.size(3), kinds = key.size(1);
+  const int64_t prompts = prompt_keys.size(0), longest_prompt = prompt_keys.size(2), room = keys.size(2);
+  STD_TORCH_CHECK(kinds > 0 && heads % kinds == 0, "grpo_fast_cpu: ", heads, " heads cannot share ", kinds);
+  STD_TORCH_CHECK(window > 0, "grpo_fast_cpu: expected a window of 1 or more, got ", window);
+  const auto index = [&](const Tensor& x) { return vector<int64_t>(x, ScalarType::Long, rows); };
+  const cpu::DecodeArgs args = {
+      heads_of(query, dtype, rows, heads, 1, size),
+      heads_of(key, dtype, rows, kinds, 1, size),
+      heads_of(value, dtype, rows, kinds, 1, size),
+      heads_of(prompt_keys, dtype, prompts, kinds, 0, size),
+      heads_of(prompt_values, dtype, prompts, kinds, longest_prompt, size),
+      heads_of(keys, dtype, rows, kinds, 0, size),
+      heads_of(values, dtype, rows, kinds, room, size),
+      index(groups), index(lengths), index(ages),
+      static_cast<char*>(out.data_ptr()),
+      rows, heads, kinds, size, longest_prompt + room, window, float(scale), float(softcap), element_type(query)};
+  STD_TORCH_CHECK(out.is_cpu() && out.scalar_type() == dtype && out.is_contiguous() &&
+                      out.numel() == rows * heads * size,
+                  "grpo_fast_cpu: expected a contiguous out [", rows, ", ", heads, ", ", size, "]");
+  for (int64_t r = 0; r < rows; ++r)
+    STD_TORCH_CHECK(args.groups[r] >= 0 && args.groups[r] < prompts && args.lengths[r] >= 0 &&
+                        args.lengths[r] <= longest_prompt && args.ages[r] >= 0 && args.ages[r] < room,
+                    "grpo_fast_cpu: row ", r, " is not in the cache");
+  cpu::decode_attention(args);
+}
+
 using ArrayFunction = void (*)(const float*, float*, int64_t);
 
 void apply(ArrayFunction f, const Tensor& x, const Tensor& out) {
@@ -140,6 +182,10 @@ STABLE_TORCH_LIBRARY(grpo_fast_cpu, m) {
       "Tensor(c!)? entropy, Tensor(d!) out, float temperature, float softcap, float logit_scale, "
       "float clip_low, float clip_high, float delta, float beta, bool bias_correction) -> ()");
   m.def("scale_(Tensor(a!) grad, Tensor scale) -> ()");
+  m.def(
+      "decode_attention(Tensor query, Tensor key, Tensor value, Tensor prompt_keys, Tensor prompt_values, "
+      "Tensor(a!) keys, Tensor(b!) values, Tensor groups, Tensor lengths, Tensor ages, Tensor(c!) out, float scale, "
+      "int window, float softcap) -> ()");
   // For the tests: the vector functions, and which instruction set runs ("auto" lets the machine decide).
   m.def("exp(Tensor x, Tensor(a!) out) -> ()");
   m.def("tanh(Tensor x, Tensor(a!) out) -> ()");
@@ -153,6 +199,7 @@ STABLE_TORCH_LIBRARY_IMPL(grpo_fast_cpu, CPU, m) {
   m.impl("row_grad", TORCH_BOX(&row_grad));
   m.impl("grpo_loss", TORCH_BOX(&grpo_loss));
   m.impl("scale_", TORCH_BOX(&scale_));
+  m.impl("decode_attention", TORCH_BOX(&decode_attention));
   m.impl("exp", TORCH_BOX(&exp_out));
   m.impl("tanh", TORCH_BOX(&tanh_out));
 }

@@ -100,11 +100,13 @@ struct V {
 }  // namespace grpo_fast::cpu
 
 #include "row_kernels.h"
+#include "decode_kernels.h"
 
 GRPO_END_TARGET
 
 namespace grpo_fast::cpu {
 const Isa isa_avx2 = {
-    "avx2", row_functions<float>(), row_functions<BF16>(), row_functions<F16>(), exp_array, tanh_array};
+    "avx2",      row_functions<float>(), row_functions<BF16>(), row_functions<F16>(), attend<float>, attend<BF16>,
+    attend<F16>, exp_array,              tanh_array};
 }
 #endif

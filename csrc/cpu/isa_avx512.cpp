@@ -97,11 +97,13 @@ struct V {
 }  // namespace grpo_fast::cpu
 
 #include "row_kernels.h"
+#include "decode_kernels.h"
 
 GRPO_END_TARGET
 
 namespace grpo_fast::cpu {
 const Isa isa_avx512 = {
-    "avx512", row_functions<float>(), row_functions<BF16>(), row_functions<F16>(), exp_array, tanh_array};
+    "avx512",    row_functions<float>(), row_functions<BF16>(), row_functions<F16>(), attend<float>, attend<BF16>,
+    attend<F16>, exp_array,              tanh_array};
 }
 #endif

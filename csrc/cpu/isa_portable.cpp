@@ -101,8 +101,10 @@ struct V {
 }  // namespace grpo_fast::cpu
 
 #include "row_kernels.h"
+#include "decode_kernels.h"
 
 namespace grpo_fast::cpu {
 const Isa isa_portable = {
-    "portable", row_functions<float>(), row_functions<BF16>(), row_functions<F16>(), exp_array, tanh_array};
+    "portable",  row_functions<float>(), row_functions<BF16>(), row_functions<F16>(), attend<float>, attend<BF16>,
+    attend<F16>, exp_array,              tanh_array};
 }

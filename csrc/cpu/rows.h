@@ -7,6 +7,7 @@
 #include <string>
 
 #include "../objectives.h"
+#include "decode.h"
 
 namespace grpo_fast::cpu {
 
@@ -95,12 +96,16 @@ struct RowFunctions {
 struct Isa {
   const char* name;
   RowFunctions f32, bf16, f16;
+  AttendFunction attend_f32, attend_bf16, attend_f16;
   // For the accuracy tests: exp(x) for x <= 0, and tanh.
   void (*exp)(const float* x, float* out, int64_t n);
   void (*tanh)(const float* x, float* out, int64_t n);
 
   const RowFunctions& rows(DType dtype) const {
     return dtype == DType::F32 ? f32 : dtype == DType::BF16 ? bf16 : f16;
+  }
+  AttendFunction attend(DType dtype) const {
+    return dtype == DType::F32 ? attend_f32 : dtype == DType::BF16 ? attend_bf16 : attend_f16;
   }
 };
 

@@ -17,8 +17,11 @@ from transformers import PreTrainedModel
 
 from grpo_fast.attention.interface import own_attention
 from grpo_fast.attention.shared_prefix import SharedPrefix
+from grpo_fast.ops.backends import unavailable_reason
 
 _PREFILL_TOKENS = 16384  # prompts that go through the model at once, in tokens
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_NO_WINDOW = 2**62
 _FIRST_ROOM = 64  # tokens that rows have room for at first; doubled when that is used up
 
 
@@ -111,7 +114,8 @@ class GroupDecoder:
         self.slots = None if in_order else torch.tensor(slots, device=device)
         self.places = None if in_order else torch.tensor(places, device=device)
         lengths = torch.tensor(self._prompts, device=device)
-        self.prompt_lengths = lengths[torch.tensor(self._groups, device=device)]  # of rows
+        self.groups = torch.tensor(self._groups, device=device)  # of rows
+        self.prompt_lengths = lengths[self.groups]
 
     def _logits(self, ids: Tensor, positions: Tensor, attention, last: Tensor | None) -> Tensor:
         """Logits at the places `last` of a packed row, all if None."""
@@ -206,6 +210,11 @@ class _Prefill:
         return self._attention(layer, query, key, value, **options)
 
 
+def _has_kernel(query: Tensor, cache: _LayerCache) -> bool:
+    known = query.dtype in _KERNEL_DTYPES and query.dtype == cache.keys.dtype
+    return query.is_cpu and known and unavailable_reason("cpu") is None
+
+
 class _Step:
     """The attention of one token of every row, whose key and value it adds to the cache.
 
@@ -234,6 +243,8 @@ class _Step:
     ) -> Tensor:
         """See `attention.interface.Attention`."""
         cache, (rows, heads) = self._decoder._layers[layer], (query.shape[2], query.shape[1])
+        if _has_kernel(query, cache):
+            return self._by_kernel(cache, query, key, value, scale, window, softcap)
         for whole, new in ((cache.keys, key), (cache.values, value)):
             self._append(whole, new[0].transpose(0, 1))
         kinds = key.shape[1]
@@ -251,6 +262,29 @@ class _Step:
         of_prompt, own = weights.split([scores.shape[3] - self._longest, self._longest], -1)
         out = self._by_rows(self._by_groups(of_prompt) @ cache.prompt_values, q) + own @ values
         return out.reshape(1, rows, heads, -1)
+
+    def _by_kernel(self, cache: _LayerCache, query, key, value, scale, window, softcap) -> Tensor:
+        """The same on a CPU in one call, csrc/cpu/decode.h."""
+        query, key, value = (x.transpose(0, 2) for x in (query, key, value))  # [R, H or K, 1, D]
+        rows, heads, _, size = query.shape
+        out = query.new_empty(1, rows, heads, size)
+        torch.ops.grpo_fast_cpu.decode_attention(
+            query,
+            key,
+            value,
+            cache.prompt_keys,
+            cache.prompt_values,
+            cache.keys,
+            cache.values,
+            self._decoder.groups,
+            self._decoder.prompt_lengths,
+            self._ages,
+            out,
+            scale,
+            window or _NO_WINDOW,
+            softcap or 0.0,
+        )
+        return out
 
     def _append(self, whole: Tensor, new: Tensor) -> None:
         """Writes `new` [R, K, D] behind the tokens that rows have in `whole` [R, K, room, D]."""

@@ -14,6 +14,7 @@ from grpo_fast.modes import evaluation_mode
 from grpo_fast.rollout import Rollout, SamplingOptions, check_prompts, eos_token_ids, until_eos
 from grpo_fast.rollout.decoding import GroupDecoder
 from grpo_fast.rollout.generate import generate_rows
+from grpo_fast.rollout.packed import packed_linears
 from grpo_fast.rollout.sampling import draw
 
 _LEAVE = 1 / 8  # ended rows are left out when they are this share of the rows: leaving out copies what stays
@@ -91,7 +92,8 @@ class TransformersRollout:
             return generate_rows(self.model, rows, options, seed, eos_ids=self.eos_ids, pad_id=self.pad_id)
         if not prompts:
             return []
-        with evaluation_mode(self.model):
+        rows = min(len(prompts) * options.n, options.max_rows or len(prompts) * options.n)
+        with evaluation_mode(self.model), packed_linears(self.model, rows):
             return _Generation(self.model, prompts, options, seed, self.eos_ids).run()
 
 
