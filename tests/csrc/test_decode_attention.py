@@ -65,7 +65,7 @@ def test_values(ops, heads, kinds, size, dtype):
     torch.testing.assert_close(out.double(), p.float64(), rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize("options", [{"window": w} for w in (1, 2, 6, 7, 25, 40)] + [{"softcap": 2.0}], ids=str)
+@pytest.mark.parametrize("options", [{"window": w} for w in (1, 2, 6, 7, 25, 39)] + [{"softcap": 2.0}], ids=str)
 def test_windows_and_soft_caps(ops, options):
     p = Problem(4, 2, 32, torch.float32)
     out, _ = p.run(ops, **options)
