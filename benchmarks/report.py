@@ -76,6 +76,42 @@ def head_table() -> str:
     return f"{markdown(header, lines)}\n\n{made}"
 
 
+# What the project set out for, TRL / ours by (cell, dead, phase).
+STEP_TARGETS = {
+    ("small", "0", "rollout"): "1.3", ("small", "0", "update"): "1.9", ("small", "0", "step"): "1.8",
+    ("medium", "0", "rollout"): "1.3", ("medium", "0", "update"): "2.6", ("medium", "0", "step"): "2.4",
+    ("medium", "0.5", "update"): "5", ("medium", "0.5", "step"): "3.5",
+    ("long", "0", "rollout"): "1.3",
+}  # fmt: skip
+
+
+def train_step_table() -> str:
+    """A training step by phases, ours beside TRL's."""
+    results = rows("bench_train_step.csv")
+    sides = {(r["cell"], r["dead"], r["phase"], r["side"]): r for r in results}
+    header = (
+        "G, P, C", "layers", "groups dead", "phase", "seconds", "TRL", "TRL / ours", "target", "by FLOPs",
+        "tokens through the layers", "TRL", "rows of the head", "TRL", "peak MiB", "TRL",
+    )  # fmt: skip
+    lines = []
+    for (cell, dead, phase, side), ours in sides.items():
+        if side != "grpo_fast":
+            continue
+        trl = sides[cell, dead, phase, "trl"]
+        lines.append((
+            f"{ours['group']}, {ours['prompt']}, {ours['completion']}", ours["layers"], f"{float(dead):.0%}", phase,
+            ours["seconds"], trl["seconds"], f"{ours['trl_over_this']}x", STEP_TARGETS.get((cell, dead, phase), "-"),
+            f"{ours['predicted']}x", ours["trunk_tokens"], trl["trunk_tokens"], ours["head_rows"], trl["head_rows"],
+            ours["peak_mib"], trl["peak_mib"],
+        ))  # fmt: skip
+    first = results[0]
+    made = (
+        f"{first['device']}, {first['threads']} threads, torch {first['torch']}, transformers {first['transformers']}, "
+        f"trl {first['trl']}, float32, {first['groups']} groups, {first['rounds']} interleaved rounds, {first['date']}."
+    )
+    return f"{markdown(header, lines)}\n\n{made}"
+
+
 def demo_table() -> str:
     """The offline demo by seed."""
     header = ("seed", "held-out accuracy before", "after", "rise", "seconds")
@@ -99,7 +135,13 @@ def fill(text: str, section: str, content: str) -> str:
     return filled
 
 
-TABLES = (("demo", demo_table), ("benchmarks", loss_table), ("head", head_table), ("sass", sass_table))
+TABLES = (
+    ("demo", demo_table),
+    ("train_step", train_step_table),
+    ("benchmarks", loss_table),
+    ("head", head_table),
+    ("sass", sass_table),
+)
 
 
 def filled(text: str) -> str:
