@@ -106,7 +106,7 @@ def train_step_table() -> str:
         ))  # fmt: skip
     first = results[0]
     made = (
-        f"{first['device']}, {first['threads']} threads, torch {first['torch']}, transformers {first['transformers']}, "
+        f"{first['device']}, {first['threads']} threads, torch {first['torch']}, "
         f"trl {first['trl']}, float32, {first['groups']} groups, {first['rounds']} interleaved rounds, {first['date']}."
     )
     return f"{markdown(header, lines)}\n\n{made}"
