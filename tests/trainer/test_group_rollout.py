@@ -41,8 +41,11 @@ def test_greedy_tokens_are_those_of_generate(name, prompts, eos):
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "torch"])
 @torch.no_grad()
-def test_log_probs_are_those_of_the_model(name):
+def test_log_probs_are_those_of_the_model(name, kernel, monkeypatch):
+    if not kernel:  # as on a GPU, or without the extension
+        monkeypatch.setattr("grpo_fast.rollout.decoding._has_kernel", lambda query, cache: False)
     model = make_architecture(name).eval()
     options = SamplingOptions(n=3, max_tokens=20, temperature=0.7, logprobs=True)
     for rollout in TransformersRollout(model).generate(PROMPTS, options, 0):
