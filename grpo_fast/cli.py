@@ -49,12 +49,14 @@ def train(
     """Train a model as a recipe says."""
     with _user_errors(debug):
         sys.path.insert(0, os.getcwd())  # where `python -m` would look for reward functions too
+        from grpo_fast import parallel
         from grpo_fast.config import load_config
         from grpo_fast.run import prepare_run
 
         args = load_config(recipe, overrides or [])
         trainer = prepare_run(args)
     metrics = trainer.train()
+    parallel.leave()
     for name in ("eval/accuracy", "reward"):
         if name in metrics:
             typer.echo(f"{name} {metrics[name]:.3f}")

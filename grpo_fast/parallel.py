@@ -66,6 +66,13 @@ def join(device_type: str) -> None:
     dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
 
 
+def leave() -> None:
+    """Part from the other processes, all at once: whoever ends alone leaves threads that wait for the others."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
 def share(items: Sequence[T]) -> list[T]:
     """This process's part of what all processes have alike: every world_size-th, sizes differ by one at most."""
     return list(items[rank() :: world_size()])
