@@ -7,8 +7,9 @@ from one_thread import one_thread  # noqa: F401
 from tiny_models import EOS, make_model
 from transformers import MambaConfig, MambaForCausalLM
 
-from grpo_fast.rollout import SamplingOptions, eos_token_ids
-from grpo_fast.rollout.decoding import GroupDecoder
+from grpo_fast.ops.backends import unavailable_reason
+from grpo_fast.rollout import SamplingOptions, eos_token_ids, packed
+from grpo_fast.rollout.decoding import GroupDecoder, _Step
 from grpo_fast.rollout.transformers import TransformersRollout
 
 # Of 3 to 17 tokens: padding where prompts are side by side, and windows of 5 that leave parts of all but one.
@@ -165,3 +166,18 @@ def test_the_reason_and_whether_it_is_exact_can_be_asked():
     assert TransformersRollout(model).exact
     assert not TransformersRollout(model, copy_dtype=torch.bfloat16).exact
     assert eos_token_ids(model) == (2,)
+
+
+def test_a_cpu_decodes_by_the_native_kernel_and_packed_weights(monkeypatch):
+    """Not that either is quietly left out; the extension may be missing, but then other tests are skipped, too."""
+    if unavailable_reason("cpu"):
+        pytest.skip(unavailable_reason("cpu"))
+    calls, inner = [], _Step._by_kernel
+    monkeypatch.setattr(_Step, "_by_kernel", lambda *args: (calls.append("kernel"), inner(*args))[1])
+    multiply = packed._forward
+    monkeypatch.setattr(packed, "_forward", lambda *args: (calls.append("packed"), multiply(*args))[1])
+    monkeypatch.setattr(packed, "_LEAST_WEIGHTS", 1)
+    model = make_model()
+    TransformersRollout(model).generate([[5, 6], [7]], SamplingOptions(n=2, max_tokens=4), 0)
+    assert calls.count("kernel") == 3 * len(model.model.layers)  # the first of 4 tokens is the prefill's
+    assert calls.count("packed") == 4 * (7 * len(model.model.layers) + 1)
