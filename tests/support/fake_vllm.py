@@ -9,6 +9,7 @@ import sys
 import types
 
 import torch
+from plain_rows import plain_logps
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_fast.rollout import SamplingOptions
@@ -80,22 +81,14 @@ class LLM:
     def _output(self, model, index, rollout, params):
         logps, known = rollout.logprobs, None
         if self.options["logprobs_mode"] != "processed_logprobs" or not self.honest:
-            logps = raw_logps(model, rollout)
+            with torch.no_grad():
+                logps = plain_logps(model, rollout, 1.0)[0].tolist()  # before any temperature
         if params.logprobs is not None:
             known = [
                 {token: types.SimpleNamespace(logprob=logp)}
                 for token, logp in zip(rollout.completion_ids, logps, strict=True)
             ]
         return types.SimpleNamespace(index=index, token_ids=list(rollout.completion_ids), logprobs=known)
-
-
-@torch.no_grad()
-def raw_logps(model, rollout):
-    """Before any temperature."""
-    ids = torch.tensor([[*rollout.prompt_ids, *rollout.completion_ids]])
-    logps = model(ids, use_cache=False).logits[0].log_softmax(-1)
-    first = len(rollout.prompt_ids) - 1
-    return [logps[first + place, token].item() for place, token in enumerate(rollout.completion_ids)]
 
 
 def install(monkeypatch) -> type[LLM]:

@@ -5,6 +5,7 @@ import dataclasses
 
 import pytest
 import torch
+from plain_rows import assert_close, gradients_of, plain_logps
 from tiny_models import EOS, make_model
 
 import grpo_fast.forward
@@ -30,17 +31,6 @@ LENGTHS = [len(ids) for ids in COMPLETIONS]
 LONGEST = 8
 
 
-def logps_of(model, rollout):
-    """Of one row without padding."""
-    ids = torch.tensor([[*rollout.prompt_ids, *rollout.completion_ids]])
-    rows = model(ids, use_cache=False).logits[0, len(rollout.prompt_ids) - 1 : -1].log_softmax(-1)
-    return rows[torch.arange(len(rows)), list(rollout.completion_ids)]
-
-
-def gradients_of(model):
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
 def update_of(model, *, max_tokens=10**6, correction=None, rollouts=ROLLOUTS, **loss):
     args = GRPOConfig(
         max_steps=1,
@@ -52,8 +42,8 @@ def update_of(model, *, max_tokens=10**6, correction=None, rollouts=ROLLOUTS, **
     update, kept = GRPOUpdate(forward, args, correction), {}
     step = update._optimizer_step
     update._optimizer_step = lambda rate: (kept.update(gradients_of(model)), step(rate))[1]
-    advantages = torch.zeros(0, 0)
-    experience = Experience([None] * 3, rollouts, Scores(torch.zeros(6), advantages), ADVANTAGES, 3)
+    scores = Scores(torch.zeros(6), torch.zeros(6, 0))
+    experience = Experience([None] * 3, rollouts, scores, ADVANTAGES, 3)
     counted = experience.counted(LENGTHS, dead_groups=args.loss.count_dead_groups)
     trained = Trained.of(rollouts, ADVANTAGES, LENGTHS, all_move=False)
     batches = MicroBatches(trained, forward.micro_batches, TokenBudget(max_tokens))
@@ -68,19 +58,12 @@ def oracle(model, loss_type, count_dead, weights=None):
     divisor = {"grpo": len(rows), "luspo": len(rows), "dr_grpo": len(rows) * LONGEST, "bnpo": tokens, "dapo": tokens}
     total = 0
     for row in range(6):
-        logps = logps_of(model, ROLLOUTS[row])
+        logps = plain_logps(model, ROLLOUTS[row], 1.0)[0]
         per_token = -(logps - logps.detach()).exp() * ADVANTAGES[row].double()
         if weights is not None:
             per_token = per_token * weights[row]
         total = total + (per_token.mean() if loss_type == "grpo" else per_token.sum())
     return total / divisor[loss_type]
-
-
-def assert_gradients(got, clean, tolerance=1e-6):
-    expected = gradients_of(clean)
-    largest = max(gradient.abs().max().item() for gradient in expected.values())
-    for name, gradient in expected.items():
-        assert (got[name] - gradient).abs().max().item() <= tolerance * largest, name
 
 
 @pytest.mark.parametrize("count_dead", [True, False])
@@ -92,7 +75,7 @@ def test_they_leave_the_update_and_stay_in_the_denominator_unless_asked(loss_typ
     loss.backward()
     metrics, gradients, batches, _ = update_of(model, loss_type=loss_type, count_dead_groups=count_dead)
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-6, abs=1e-9)
-    assert_gradients(gradients, clean)
+    assert_close(gradients, gradients_of(clean), 1e-6)
     assert sorted(row for batch in batches.batches for row in batch.rows) == [0, 1, 4, 5]
 
 
@@ -133,9 +116,7 @@ def test_out_of_memory_halves_the_budget_and_changes_nothing_else(failures, monk
     metrics, again, batches, _ = update_of(make_model().double())
     assert not left[0]
     assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-6)
-    largest = max(gradient.abs().max().item() for gradient in gradients.values())
-    for name, gradient in gradients.items():
-        assert (again[name] - gradient).abs().max().item() <= 1e-6 * largest, name
+    assert_close(again, gradients, 1e-6)
     whole = 3 + 1 + sum(LENGTHS[row] - 1 for row in (0, 1, 4, 5))
     assert batches._budget.max_tokens == whole // 2**failures
     said = [record for record in caplog.records if "out of memory" in record.getMessage()]
@@ -170,7 +151,7 @@ def test_weights_of_another_sampler_multiply_the_policy_term(mode):
     model = make_model().double()
     clean = copy.deepcopy(model).eval()
     shifts = [torch.linspace(-0.4, 0.9, length, dtype=torch.float64) for length in LENGTHS]  # exp: 0.67 to 2.46
-    logps = [logps_of(clean, rollout).detach() for rollout in ROLLOUTS]
+    logps = [plain_logps(clean, rollout, 1.0)[0].detach() for rollout in ROLLOUTS]
     rollouts = with_logprobs([tuple((p - s).tolist()) for p, s in zip(logps, shifts, strict=True)])
     ratios = [shift.exp() for shift in shifts]
     weights = [w.clamp(max=1.5) if mode == "token_truncate" else torch.where(w <= 1.5, w, 0.0) for w in ratios]
@@ -178,7 +159,7 @@ def test_weights_of_another_sampler_multiply_the_policy_term(mode):
     metrics, gradients, _, _ = update_of(
         model, correction=SamplingCorrection(mode, 1.5), rollouts=rollouts, loss_type="dapo"
     )
-    assert_gradients(gradients, clean, 1e-5)
+    assert_close(gradients, gradients_of(clean), 1e-5)
     used = torch.cat([weights[row] for row in (0, 1, 4, 5)])
     assert metrics["sampling/importance_sampling_ratio/mean"] == pytest.approx(used.mean().item(), rel=1e-5)
     assert metrics["sampling/importance_sampling_ratio/max"] == pytest.approx(used.max().item(), rel=1e-5)

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from plain_rows import assert_close, gradients_of, plain_logps
 from tiny_models import EOS, make_model
 
 from grpo_fast.batching import MicroBatches, TokenBudget, Trained, padded_micro_batches
@@ -23,14 +24,6 @@ ROLLOUTS = [
 ADVANTAGES = torch.tensor([1.0, -1.0, 0.5, -0.5, 0.0, 0.75])
 LENGTHS = [len(ids) for ids in COMPLETIONS]
 LONGEST = 8
-
-
-def plain_logps(model, rollout, temperature):
-    ids = torch.tensor([[*rollout.prompt_ids, *rollout.completion_ids]])
-    distribution = (model(ids, use_cache=False).logits[0] / temperature).log_softmax(-1)
-    rows = distribution[len(rollout.prompt_ids) - 1 : -1]
-    chosen = rows[torch.arange(len(rows)), list(rollout.completion_ids)]
-    return chosen, -(rows.exp() * rows).sum(-1)
 
 
 def plain_loss(model, options: LossConfig, temperature, old=None, reference=None):
@@ -72,10 +65,6 @@ class Recorded(GRPOUpdate):
         return norm
 
 
-def gradients_of(model):
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
 def trained_of(advantages=ADVANTAGES, *, all_move=True):
     return Trained.of(ROLLOUTS, advantages, LENGTHS, all_move=all_move)
 
@@ -107,13 +96,6 @@ def run_update(
                 ref_logps[batch.places] = scorer.logprobs(batch).double()
         ref_logps = ref_logps.to(model.dtype)
     return update, update(trained, batches, ref_logps, (len(LENGTHS), sum(LENGTHS)), 0)
-
-
-def assert_close(got: dict, expected: dict, tolerance: float):
-    assert got.keys() == expected.keys()
-    largest = max(gradient.abs().max().item() for gradient in expected.values())
-    for name, gradient in expected.items():
-        assert (got[name] - gradient).abs().max().item() <= tolerance * largest, name
 
 
 @pytest.mark.parametrize("share_prompts", [True, False])
