@@ -137,7 +137,7 @@ void decode_attention(Tensor query, Tensor key, Tensor value, Tensor prompt_keys
       heads_of(keys, dtype, rows, kinds, 0, size),
       heads_of(values, dtype, rows, kinds, room, size),
       index(groups), index(lengths), index(ages),
-      static_cast<char*>(out.data_ptr()),
+      out.data_ptr(),
       rows, heads, kinds, size, longest_prompt + room, window, float(scale), float(softcap), element_type(query)};
   STD_TORCH_CHECK(out.is_cpu() && out.scalar_type() == dtype && out.is_contiguous() &&
                       out.numel() == rows * heads * size,

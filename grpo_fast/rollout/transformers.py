@@ -92,8 +92,8 @@ class TransformersRollout:
             return generate_rows(self.model, rows, options, seed, eos_ids=self.eos_ids, pad_id=self.pad_id)
         if not prompts:
             return []
-        rows = min(len(prompts) * options.n, options.max_rows or len(prompts) * options.n)
-        with evaluation_mode(self.model), packed_linears(self.model, rows):
+        rows = len(prompts) * options.n
+        with evaluation_mode(self.model), packed_linears(self.model, min(rows, options.max_rows or rows)):
             return _Generation(self.model, prompts, options, seed, self.eos_ids).run()
 
 
