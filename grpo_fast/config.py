@@ -96,6 +96,7 @@ class RolloutConfig:
     top_p: float = 1.0  # nucleus sampling; 1 keeps everything
     top_k: int = 0  # sample among the k most likely tokens; 0 keeps everything
     max_rows: int | None = None  # completions generated at once; None: all of a step
+    cuda_graphs: bool = False  # launch a step of decoding as a whole; not run on a GPU yet, hence not the default
     mask_truncated_completions: bool = False  # leave completions that hit the length limit out of the loss
     # Groups of equal rewards teach nothing: how many more times a step samples other prompts in their place.
     max_resampling_rounds: int = 0
@@ -133,6 +134,8 @@ class RolloutConfig:
             value = getattr(self, name)
             unused = self.engine != "vllm" and value is not None
             refuse(unused, f"rollout.{name}", value, f"with rollout.engine={self.engine}", "it to null")
+        unused = self.engine == "vllm" and self.cuda_graphs
+        refuse(unused, "rollout.cuda_graphs", True, "with rollout.engine=vllm, which has its own", "it to false")
         share, length = self.vllm_gpu_memory_utilization, self.vllm_max_model_length
         in_range = share is None or 0 < share < 1
         expect(in_range, "rollout.vllm_gpu_memory_utilization", "a number in (0, 1)", share, "e.g. 0.3")

@@ -58,7 +58,7 @@ def check_environment(args: GRPOConfig, device: torch.device | None = None) -> N
 
     Raises:
         ValueError: WORLD_SIZE without torchrun's other variables, a loss.backend that cannot be used here, with the
-            reason, or several processes with an engine that is for one.
+            reason, rollout.cuda_graphs without a GPU, or several processes with an engine that is for one.
         ImportError: a package that lora.r, rollout.engine or log.report_to needs is not installed.
     """
     parallel.check_environment()
@@ -70,6 +70,8 @@ def check_environment(args: GRPOConfig, device: torch.device | None = None) -> N
             raise ValueError(f"loss.{error}. Set loss.backend=null for the best one here") from error
     if args.lora.r:
         require_peft("lora.r")
+    if args.rollout.cuda_graphs and (device or default_device()).type != "cuda":
+        raise ValueError("rollout.cuda_graphs: expected a GPU, got none. Set rollout.cuda_graphs=false")
     if args.rollout.engine == "vllm":
         require_vllm("rollout.engine")
     if "tensorboard" in args.log.report_to and find_spec("tensorboard") is None:

@@ -41,7 +41,7 @@ def make_rollout(
     """
     options = args.rollout
     if options.engine == "transformers":
-        return TransformersRollout(model, tokenizer, share_prompts=share_prompts)
+        return TransformersRollout(model, tokenizer, share_prompts=share_prompts, cuda_graphs=options.cuda_graphs)
     needed = None if longest_prompt is None else longest_prompt + options.max_completion_length
     return VLLMRollout(
         model,

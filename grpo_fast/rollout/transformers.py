@@ -11,13 +11,14 @@ from grpo_fast.attention.support import shared_prefix_refusal
 from grpo_fast.lora import inner_model
 from grpo_fast.merged_weights import frozen_copy, merged_weights
 from grpo_fast.modes import evaluation_mode
-from grpo_fast.rollout import Rollout, SamplingOptions, check_prompts, eos_token_ids, until_eos
-from grpo_fast.rollout.decoding import GroupDecoder
+from grpo_fast.rollout import Rollout, SamplingOptions, check_prompts, cuda_graph, eos_token_ids, until_eos
+from grpo_fast.rollout.decoding import GroupDecoder, Recorder
 from grpo_fast.rollout.generate import generate_rows
 from grpo_fast.rollout.packed import packed_linears
 from grpo_fast.rollout.sampling import draw
 
 _LEAVE = 1 / 8  # ended rows are left out when they are this share of the rows: leaving out copies what stays
+_LEAVE_RECORDED = 1 / 2  # where a step would have to be recorded anew, too
 _LOOK_EVERY = 8  # steps between looks at which rows have ended, on a GPU, which would have to be waited for
 
 
@@ -34,6 +35,7 @@ class TransformersRollout:
         tokenizer: asked for its end and pad ids only; None leaves the model's own.
         copy_dtype: sample from a copy of this dtype; None: bfloat16 for a float32 model on a GPU, else no copy.
         share_prompts: whether groups share their prompt's keys and values; None: where the model can.
+        cuda_graphs: launch a step of decoding as a whole. It has not been run on a GPU yet.
 
     Attributes:
         eos_ids: what ends a completion.
@@ -48,6 +50,7 @@ class TransformersRollout:
         *,
         copy_dtype: torch.dtype | None = None,
         share_prompts: bool | None = None,
+        cuda_graphs: bool = False,
     ) -> None:
         if not model.can_generate():
             raise ValueError(f"model: expected a causal language model with `generate`, got {type(model).__name__}")
@@ -66,6 +69,14 @@ class TransformersRollout:
             if refusal is None
             else (f"rollout by model.generate, each prompt is read for each of its completions: {refusal}")
         )
+        self._record = cuda_graph.record if cuda_graphs else None
+        if cuda_graphs:
+            refusal = refusal or cuda_graph.refusal(self.model)
+            if refusal is not None:
+                raise ValueError(
+                    "rollout.cuda_graphs: expected a model on a GPU whose decoding can be recorded, got "
+                    f"{type(model).__name__}: {refusal}. Set it to false"
+                )
 
     @torch.no_grad()
     def sync(self, model: PreTrainedModel) -> None:
@@ -94,7 +105,7 @@ class TransformersRollout:
             return []
         rows = len(prompts) * options.n
         with evaluation_mode(self.model), packed_linears(self.model, min(rows, options.max_rows or rows)):
-            return _Generation(self.model, prompts, options, seed, self.eos_ids).run()
+            return _Generation(self.model, prompts, options, seed, self.eos_ids, self._record).run()
 
 
 class _Generation:
@@ -110,6 +121,7 @@ class _Generation:
         options: SamplingOptions,
         seed: int,
         eos_ids: Sequence[int],
+        record: Recorder | None,
     ) -> None:
         self._prompts, self._options, self._eos_ids = prompts, options, eos_ids
         device, rows = model.device, len(prompts) * options.n
@@ -120,7 +132,8 @@ class _Generation:
         self._tokens = torch.zeros(rows, options.max_tokens + 1, dtype=torch.int64, device=device)
         self._logps = torch.zeros(rows, options.max_tokens + 1, device=device)
         self._ends = torch.tensor(eos_ids, dtype=torch.int64, device=device)
-        self._decoder = GroupDecoder(model, options.max_tokens)
+        self._decoder = GroupDecoder(model, options.max_tokens, record)
+        self._leave = _LEAVE if record is None else _LEAVE_RECORDED
         self._most = options.max_rows or rows
         # (prompt, first row, rows): groups, or parts of those that are larger than the batch may be.
         self._waiting = deque(
@@ -175,7 +188,7 @@ class _Generation:
     def _leave_out(self) -> None:
         """Once many rows have ended, the batch goes on without them and with others."""
         ended = self._ended.tolist()
-        if sum(ended) < max(_LEAVE * len(ended), 1):
+        if sum(ended) < max(self._leave * len(ended), 1):
             return
         stay = [index for index, is_over in enumerate(ended) if not is_over]
         self._decoder.keep(stay)

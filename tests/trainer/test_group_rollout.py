@@ -9,7 +9,8 @@ from transformers import MambaConfig, MambaForCausalLM
 
 from grpo_fast.ops.backends import unavailable_reason
 from grpo_fast.rollout import SamplingOptions, eos_token_ids, packed
-from grpo_fast.rollout.decoding import GroupDecoder, _Step
+from grpo_fast.rollout.cached_attention import Step
+from grpo_fast.rollout.decoding import GroupDecoder
 from grpo_fast.rollout.transformers import TransformersRollout
 
 # Of 3 to 17 tokens: padding where prompts are side by side, and windows of 5 that leave parts of all but one.
@@ -46,7 +47,7 @@ def test_greedy_tokens_are_those_of_generate(name, prompts, eos):
 @torch.no_grad()
 def test_log_probs_are_those_of_the_model(name, kernel, monkeypatch):
     if not kernel:  # as on a GPU, or without the extension
-        monkeypatch.setattr("grpo_fast.rollout.decoding._has_kernel", lambda query, cache: False)
+        monkeypatch.setattr("grpo_fast.rollout.cached_attention._has_kernel", lambda query, cache: False)
     model = make_architecture(name).eval()
     options = SamplingOptions(n=3, max_tokens=20, temperature=0.7, logprobs=True)
     for rollout in TransformersRollout(model).generate(PROMPTS, options, 0):
@@ -172,8 +173,8 @@ def test_a_cpu_decodes_by_the_native_kernel_and_packed_weights(monkeypatch):
     """Not that either is quietly left out; the extension may be missing, but then other tests are skipped, too."""
     if unavailable_reason("cpu"):
         pytest.skip(unavailable_reason("cpu"))
-    calls, inner = [], _Step._by_kernel
-    monkeypatch.setattr(_Step, "_by_kernel", lambda *args: (calls.append("kernel"), inner(*args))[1])
+    calls, inner = [], Step._by_kernel
+    monkeypatch.setattr(Step, "_by_kernel", lambda *args: (calls.append("kernel"), inner(*args))[1])
     multiply = packed._forward
     monkeypatch.setattr(packed, "_forward", lambda *args: (calls.append("packed"), multiply(*args))[1])
     monkeypatch.setattr(packed, "_LEAST_WEIGHTS", 1)
