@@ -67,8 +67,11 @@ def join(device_type: str) -> None:
 
 
 def leave() -> None:
-    """Part from the other processes, all at once: whoever ends alone leaves threads that wait for the others."""
-    if dist.is_initialized():
+    """Part from the other processes, all at once: whoever ends alone leaves threads that wait for the others.
+
+    A group of one process is not touched: vLLM makes one, and ends it itself.
+    """
+    if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()
         dist.destroy_process_group()
 

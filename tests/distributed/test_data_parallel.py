@@ -13,6 +13,7 @@ from data_parallel_rank import ROWS, ThreeAndNine, always_alive
 from ranks import run_ranks
 from tiny_models import make_model, make_tokenizer
 
+from grpo_fast import parallel
 from grpo_fast.checkpoint import save_checkpoint
 from grpo_fast.config import GRPOConfig
 from grpo_fast.environment import check_environment
@@ -121,3 +122,13 @@ log: {output_dir: run, progress: false, plot: false}
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
     assert (tmp_path / "run/checkpoint-2/model.safetensors").exists()
+
+
+def test_a_group_of_one_process_is_left_to_whoever_made_it(tmp_path):
+    """vLLM makes one in the trainer's process, and fails at the end where it is gone."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        parallel.leave()
+        assert torch.distributed.is_initialized()
+    finally:
+        torch.distributed.destroy_process_group()
