@@ -1,11 +1,13 @@
-"""Builds the CPU extension `grpo_fast._C` where torch and a C++ compiler are at hand, installs pure if not.
+"""Builds the extension `grpo_fast._C` where torch and a C++ compiler are at hand, installs pure if not.
 
 The extension uses torch's stable ABI and Python's limited API: one build serves torch >= 2.11 and any Python
->= 3.11.
+>= 3.11. With a CUDA build of torch and the nvcc of its CUDA it holds the CUDA backend, too, for GPUs from sm_80 on.
 """
 
 import os
+import re
 import shutil
+import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,6 +30,23 @@ def why_pure():
     return None
 
 
+def nvcc_flags():
+    """Returns what nvcc is to compile csrc/cuda with, or None where there is no nvcc for torch's CUDA."""
+    import torch
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    if torch.version.cuda is None or CUDA_HOME is None:
+        return None
+    said = subprocess.run([f"{CUDA_HOME}/bin/nvcc", "--version"], capture_output=True, text=True, check=True).stdout
+    version = tuple(map(int, re.search(r"release (\d+)\.(\d+)", said).groups()))
+    if version[0] != int(torch.version.cuda.split(".")[0]):
+        print(f"grpo_fast: no CUDA backend: nvcc is {version}, torch has CUDA {torch.version.cuda}", file=sys.stderr)
+        return None
+    newest = 100 if version >= (12, 8) else 90  # whose PTX serves what comes later
+    targets = [f"-gencode=arch=compute_{sm},code=sm_{sm}" for sm in (80, 90, 100) if sm <= newest]
+    return ["-O3", "-std=c++20", *targets, f"-gencode=arch=compute_{newest},code=compute_{newest}"]
+
+
 def extension_arguments():
     """Returns what setup() needs to build the extension: nothing where it cannot be built."""
     reason = why_pure()
@@ -36,14 +55,20 @@ def extension_arguments():
         if {"bdist_wheel", "editable_wheel", "install"} & set(sys.argv):
             print(f"grpo_fast: installing without the C++ backend: {reason}", file=sys.stderr)
         return {}
-    from torch.utils.cpp_extension import BuildExtension, CppExtension
+    from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
 
-    extension = CppExtension(
+    cuda = nvcc_flags()
+    macros = [("TORCH_TARGET_VERSION", TORCH_TARGET_VERSION)]
+    extension = (CppExtension if cuda is None else CUDAExtension)(
         "grpo_fast._C",
-        sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.cpp")),
+        sorted(
+            str(path.relative_to(ROOT))
+            for path in ROOT.glob("csrc/**/*.c*")
+            if path.suffix == ".cpp" or (path.suffix == ".cu" and cuda is not None)
+        ),
         include_dirs=[str(ROOT / "csrc")],
-        define_macros=[("TORCH_TARGET_VERSION", TORCH_TARGET_VERSION)],
-        extra_compile_args=["-O3", "-std=c++20", "-fvisibility=hidden"],
+        define_macros=macros if cuda is None else [*macros, ("USE_CUDA", None), ("GRPO_FAST_WITH_CUDA", None)],
+        extra_compile_args={"cxx": ["-O3", "-std=c++20", "-fvisibility=hidden"], "nvcc": cuda or []},
         py_limited_api=True,
     )
     return {

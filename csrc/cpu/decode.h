@@ -4,11 +4,10 @@
 
 #include <cstdint>
 
+#include "../rows.h"
 #include "narrow.h"
 
 namespace grpo_fast::cpu {
-
-enum class DType;
 
 // A [rows, heads, tokens, D] tensor with unit stride along D. Strides in elements.
 struct Heads {

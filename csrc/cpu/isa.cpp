@@ -57,16 +57,16 @@ std::string supported_isas() {
   return names;
 }
 
-Transform Transform::make(double temperature, double softcap, double logit_scale) {
+Transform Transform::make(const Scaling& s) {
   Transform t;
-  t.softcap = softcap > 0;
-  t.to_tanh = t.softcap ? float(logit_scale / softcap) : 1.0f;
-  t.slope = (t.softcap ? softcap : logit_scale) / temperature;
+  t.softcap = s.softcap > 0;
+  t.to_tanh = t.softcap ? float(s.logit_scale / s.softcap) : 1.0f;
+  t.slope = (t.softcap ? s.softcap : s.logit_scale) / s.temperature;
   const double log2_slope = t.slope * 1.4426950408889634074;
   t.log2_slope_hi = float(log2_slope);
   t.log2_slope_lo = float(log2_slope - t.log2_slope_hi);
   t.min_gap = float(std::max(-200.0 / log2_slope, -double(FLT_MAX)));  // 2^-200 is 0 in fp32
-  t.derivative = float(logit_scale / temperature);
+  t.derivative = float(s.logit_scale / s.temperature);
   return t;
 }
 

@@ -16,11 +16,6 @@
 namespace grpo_fast::cpu {
 namespace {
 
-template <class T>
-T value_or(const T* p, int64_t n, T otherwise) {
-  return p ? p[n] : otherwise;
-}
-
 // A gradient that the caller has just allocated has no pages yet, and a fault for each of its 4 KiB pages costs more
 // than the computation. Has Linux provide a long row's pages in one call and says whether it did: they then lie zeroed
 // in the cache, where plain stores are cheaper; a row that has its pages is better written past the cache.
@@ -72,7 +67,8 @@ float RowStats::logp() const {
 
 float RowStats::entropy() const { return float(std::log(sum()) - weighted / sum()); }
 
-void row_stats(const Rows& logits, const Tokens& tokens, const StatsArgs& args, const Transform& t) {
+void row_stats(const Rows& logits, const Tokens& tokens, const StatsArgs& args, const Scaling& scaling) {
+  const Transform t = Transform::make(scaling);
   const auto stats = isa().rows(logits.dtype).stats;
   for_each_row(tokens.n, logits.V, [&] {
     return [&](int64_t n, int64_t) {
@@ -87,7 +83,8 @@ void row_stats(const Rows& logits, const Tokens& tokens, const StatsArgs& args, 
   });
 }
 
-void row_grad(const Rows& logits, const Tokens& tokens, const GradArgs& args, const Rows& out, const Transform& t) {
+void row_grad(const Rows& logits, const Tokens& tokens, const GradArgs& args, const Rows& out, const Scaling& scaling) {
+  const Transform t = Transform::make(scaling);
   const auto grad = isa().rows(logits.dtype).grad;
   for_each_row(tokens.n, logits.V, [&] {
     return [&](int64_t n, int64_t) {
@@ -114,7 +111,7 @@ class LossWorker {
 
   void operator()(int64_t n, int64_t last) {
     if (!tokens_.valid[n]) return masked(n);
-    const TokenInputs in = inputs(n, 0.0f);
+    const TokenInputs in = token_inputs(args_, n, 0.0f);
     const bool dead = in.advantage * in.weight == 0 && !(in.has_ref && options_.beta != 0);
     Kept kept = {nullptr, scratch_.block_max()};
     if (!dead && !t_.softcap && entropy_scale_ == 0)
@@ -124,7 +121,7 @@ class LossWorker {
     const RowStats stats = rows_.stats(logits_.row(n), logits_.V, target, t_, entropy, kept);
 
     const float logp = stats.logp();
-    const TokenLoss token = clip_objective(inputs(n, logp), options_);
+    const TokenLoss token = clip_objective(token_inputs(args_, n, logp), options_);
     args_.losses[n] = token.loss;
     args_.logps[n] = logp;
     if (args_.entropy) args_.entropy[n] = stats.entropy();
@@ -142,11 +139,6 @@ class LossWorker {
     args_.losses[n] = args_.logps[n] = 0;
     if (args_.entropy) args_.entropy[n] = 0;
     zero_row(out_, n);
-  }
-
-  TokenInputs inputs(int64_t n, float logp) const {
-    return {logp, args_.advantages[n], value_or(args_.weights, n, 1.0f), value_or(args_.old_logps, n, 0.0f),
-            value_or(args_.ref_logps, n, 0.0f), args_.old_logps != nullptr, args_.ref_logps != nullptr};
   }
 
   void rescale(int64_t n, int64_t last, const RowStats& stats, Kept kept, float g, int64_t target) const {
@@ -175,12 +167,14 @@ class LossWorker {
 
 }  // namespace
 
-void grpo_loss(const Rows& logits, const Tokens& tokens, const LossArgs& args, const Rows& out, const Transform& t,
+void grpo_loss(const Rows& logits, const Tokens& tokens, const LossArgs& args, const Rows& out, const Scaling& scaling,
                const ClipOptions& options) {
+  const Transform t = Transform::make(scaling);
   for_each_row(tokens.n, logits.V, [&] { return LossWorker(logits, tokens, args, out, t, options); });
 }
 
-void scale(const Rows& grad, int64_t n, float factor) {
+void scale(const Rows& grad, int64_t n, const float* scale) {
+  const float factor = *scale;
   if (factor == 1.0f) return;
   const auto scale_row = isa().rows(grad.dtype).scale;
   for_each_row(n, grad.V, [&] { return [&](int64_t i, int64_t) { scale_row(grad.row(i), grad.V, factor); }; });

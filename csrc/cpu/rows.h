@@ -6,24 +6,10 @@
 #include <cstdint>
 #include <string>
 
-#include "../objectives.h"
+#include "../rows.h"
 #include "decode.h"
 
 namespace grpo_fast::cpu {
-
-enum class DType { F32, BF16, F16 };
-
-constexpr int64_t element_size(DType dtype) { return dtype == DType::F32 ? 4 : 2; }
-
-// A [B, T, V] tensor with unit stride along V, addressed by row n = b * T + t. Strides in bytes.
-struct Rows {
-  char* data;
-  int64_t T, V;
-  int64_t stride_b, stride_t;
-  DType dtype;
-
-  char* row(int64_t n) const { return data + n / T * stride_b + n % T * stride_t; }
-};
 
 // z = cap(x * logit_scale) / temperature. The kernels work with u(x), monotone in x, where z = slope * u:
 // u = x without a softcap, else tanh(x * to_tanh). exp(z - z_max) is 2^((u - u_max) * log2_slope), with log2_slope held
@@ -36,7 +22,7 @@ struct Transform {
   float min_gap;     // below it the exponential is 0 in fp32, denormals included; finite, so that -inf makes no NaN
   float derivative;  // dz/dx without a softcap; times sech^2 with one
 
-  static Transform make(double temperature, double softcap, double logit_scale);
+  static Transform make(const Scaling&);
 };
 
 // Statistics of one row. Sums are over exp(z_j - z_max); `rest` leaves the target out, so that a target that holds
@@ -117,30 +103,10 @@ const Isa& isa();
 bool set_isa(const std::string& name);
 std::string supported_isas();
 
-// Per-token vectors are contiguous [B*T]; nullptr where absent.
-struct Tokens {
-  const int64_t* ids;
-  const uint8_t* valid;
-  int64_t n;
-};
-
-struct StatsArgs {
-  float *logps, *entropy, *row_max, *row_sum;
-};
-
-struct GradArgs {
-  const float *row_max, *row_sum, *logps, *entropy, *g, *g_entropy;
-};
-
-struct LossArgs {
-  const float *advantages, *weights, *old_logps, *ref_logps, *coef, *entropy_scale;
-  float *losses, *logps, *entropy;
-};
-
-void row_stats(const Rows& logits, const Tokens&, const StatsArgs&, const Transform&);
-void row_grad(const Rows& logits, const Tokens&, const GradArgs&, const Rows& out, const Transform&);
-void grpo_loss(const Rows& logits, const Tokens&, const LossArgs&, const Rows& out, const Transform&,
+void row_stats(const Rows& logits, const Tokens&, const StatsArgs&, const Scaling&);
+void row_grad(const Rows& logits, const Tokens&, const GradArgs&, const Rows& out, const Scaling&);
+void grpo_loss(const Rows& logits, const Tokens&, const LossArgs&, const Rows& out, const Scaling&,
                const ClipOptions&);
-void scale(const Rows& grad, int64_t n, float factor);
+void scale(const Rows& grad, int64_t n, const float* factor);
 
 }  // namespace grpo_fast::cpu

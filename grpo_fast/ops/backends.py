@@ -22,7 +22,8 @@ from types import SimpleNamespace
 
 import torch
 
-BACKENDS = ("triton", "cuda", "cpu", "reference")  # in the order of preference
+# cuda is not chosen by itself: it has not been run on a GPU yet.
+BACKENDS = ("triton", "cuda", "cpu", "reference")
 _FUNCTIONS = ("row_stats", "row_grad", "grpo_loss", "scale_")
 
 
@@ -34,9 +35,9 @@ def available_backends() -> dict[str, str | None]:
 @functools.cache
 def functions(name: str) -> SimpleNamespace:
     """The four functions of a backend that is available."""
-    if name == "cpu":
+    if name in ("cpu", "cuda"):
         _load_extension()
-        namespace = torch.ops.grpo_fast_cpu
+        namespace = getattr(torch.ops, f"grpo_fast_{name}")
         return SimpleNamespace(**{f: getattr(namespace, f).default for f in _FUNCTIONS})
     if name == "triton":
         from grpo_fast.kernels import grpo_loss, row_grad, row_stats, scale
@@ -68,22 +69,22 @@ def unavailable_reason(name: str) -> str | None:
     """None where the backend can be used, else one line that says why not."""
     if name == "reference":
         return None
-    if name == "cpu":
+    if name in ("cpu", "cuda"):
         if not _extension_paths():
             return "the C++ extension was not built (no compiler at install time?); reinstall with one"
         try:
             _load_extension()
         except OSError as error:
             return f"the C++ extension does not load: {error}"
-        return None
+        if name == "cuda" and not hasattr(torch.ops.grpo_fast_cuda, "grpo_loss"):
+            return "the C++ extension was built without it; reinstall with a CUDA build of torch and its nvcc"
+        return "no CUDA device" if name == "cuda" and not torch.cuda.is_available() else None
     if name == "triton":
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed"
         if not torch.cuda.is_available() and not _interpreted():
             return "no CUDA device (TRITON_INTERPRET=1 runs the kernels, slowly, on the CPU)"
         return None if _interpreted() else _unwritable_cache()
-    if name == "cuda":
-        return "csrc/cuda is not part of this version"
     raise ValueError(f"backend: expected None or one of {', '.join(BACKENDS)}, got {name!r}")
 
 
@@ -127,7 +128,7 @@ def _refusal(backend: str, device_type: str, dtype_name: str) -> str | None:
         return None
     if dtype_name not in ("float32", "bfloat16", "float16"):
         return f"{dtype_name} is served by the reference backend only"
-    serves = {"cpu": ("cpu",), "triton": ("cuda", "cpu") if _interpreted() else ("cuda",)}[backend]
+    serves = {"cpu": ("cpu",), "cuda": ("cuda",), "triton": ("cuda", "cpu") if _interpreted() else ("cuda",)}[backend]
     if device_type not in serves:
         return f"needs tensors on {' or '.join(serves)}, got {device_type}"
     return None

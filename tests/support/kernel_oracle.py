@@ -1,4 +1,4 @@
-"""The kernels' contract in float64 PyTorch, by autograd and textbook formulas, and calls of the kernels on a case."""
+"""The GPU kernels' contract in float64 PyTorch, by autograd and textbook formulas, and calls of them on a case."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+kernels = SimpleNamespace()  # row_stats, row_grad, grpo_loss and scale_ of those under test: a fixture fills it in
 
 
 @dataclass(frozen=True)
@@ -118,15 +119,14 @@ def poison(*shape, dtype=torch.float32):
 
 def grpo_loss(case, out=None, return_entropy=True):
     """Call the kernel on poisoned outputs; `out` may be case.logits."""
-    from grpo_fast.kernels.grpo_loss import grpo_loss as kernel
-
     shape = case.ids.shape
     losses, logps = poison(*shape), poison(*shape)
     entropy = poison(*shape) if return_entropy else None
     out = poison(*case.logits.shape, dtype=case.logits.dtype) if out is None else out
-    kernel(
+    scalars = {**SCALARS, **case.scalars}
+    kernels.grpo_loss(
         case.logits, case.ids, case.valid, case.advantages, case.weights, case.old_logps, case.ref_logps, case.coef,
-        case.entropy_scale, losses, logps, entropy, out, **{**SCALARS, **case.scalars},
+        case.entropy_scale, losses, logps, entropy, out, *scalars.values(),
     )  # fmt: skip
     return SimpleNamespace(losses=losses, logps=logps, entropy=entropy, grad=out)
 

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from kernel_oracle import DEVICE, Case, check, error, expected, grpo_loss, make_case, poison
 
+pytestmark = pytest.mark.usefixtures("implementation")
 FULL = {"old": True, "ref": True, "weights": True, "beta": 0.1}
 
 # Below a vector, odd, one block exactly, several blocks with both edges, an unaligned real vocabulary (GPT-2).

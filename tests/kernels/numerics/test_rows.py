@@ -4,25 +4,22 @@ import math
 
 import pytest
 import torch
-from kernel_oracle import DEVICE, ROUNDING, error, grpo_loss, make_case, poison, transformed
+from kernel_oracle import DEVICE, ROUNDING, error, grpo_loss, kernels, make_case, poison, transformed
 
-from grpo_fast.kernels.row_grad import row_grad
-from grpo_fast.kernels.row_stats import row_stats
-from grpo_fast.kernels.scale import scale_
-
+pytestmark = pytest.mark.usefixtures("implementation")
 TRANSFORMS = [(1.0, 0.0, 1.0), (0.6, 0.0, 1.0), (1.7, 5.0, 1.5)]
 
 
 def statistics(logits, ids, valid, transform, entropy=True):
     logps, row_max, row_sum = (poison(*ids.shape) for _ in range(3))
     entropies = poison(*ids.shape) if entropy else None
-    row_stats(logits, ids, valid, logps, entropies, row_max, row_sum, *transform)
+    kernels.row_stats(logits, ids, valid, logps, entropies, row_max, row_sum, *transform)
     return logps, entropies, row_max, row_sum
 
 
 def gradient(logits, ids, valid, transform, g, g_entropy, out):
     logps, entropy, row_max, row_sum = statistics(logits, ids, valid, transform)
-    row_grad(logits, ids, valid, row_max, row_sum, logps, entropy, g, g_entropy, out, *transform)
+    kernels.row_grad(logits, ids, valid, row_max, row_sum, logps, entropy, g, g_entropy, out, *transform)
     return out
 
 
@@ -65,22 +62,26 @@ def test_rows_without_gradient_are_not_read():
     g = torch.tensor([[1.0, math.nan, 0.0], [0.0, -2.0, 0.0]], device=DEVICE)  # slot (0, 1) is masked
     logits = case.logits.masked_fill((g == 0)[..., None] | (case.valid == 0)[..., None], math.nan)
     out = poison(*logits.shape)
-    row_grad(logits, case.ids, case.valid, row_max, row_sum, logps, None, g, None, out, 1.0, 0.0, 1.0)
+    kernels.row_grad(logits, case.ids, case.valid, row_max, row_sum, logps, None, g, None, out, 1.0, 0.0, 1.0)
     dead = (g == 0) | (case.valid == 0)
     assert (out[dead] == 0).all()
     assert torch.isfinite(out).all()
     assert (out[~dead] != 0).any()
 
 
-def test_two_sweeps_equal_one_launch():
+def test_two_sweeps_equal_one_launch(implementation):
     case = make_case(V=2051, dtype=torch.bfloat16)
     want = grpo_loss(case, return_entropy=False)
     logps, _, row_max, row_sum = statistics(case.logits, case.ids, case.valid, TRANSFORMS[0], entropy=False)
     out = poison(*case.logits.shape, dtype=torch.bfloat16)
     g = -case.advantages * case.coef
-    row_grad(case.logits, case.ids, case.valid, row_max, row_sum, logps, None, g, None, out, 1.0, 0.0, 1.0)
-    assert torch.equal(logps, want.logps)
-    assert torch.equal(out, want.grad)
+    kernels.row_grad(case.logits, case.ids, case.valid, row_max, row_sum, logps, None, g, None, out, 1.0, 0.0, 1.0)
+    if implementation == "cuda, sm_90":  # which sums a row in parts in the one and as a whole in the other
+        assert error(logps, want.logps) < 1e-6
+        assert error(out, want.grad) <= ROUNDING[torch.bfloat16]
+    else:
+        assert torch.equal(logps, want.logps)
+        assert torch.equal(out, want.grad)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -88,10 +89,10 @@ def test_two_sweeps_equal_one_launch():
 def test_scale(V, dtype):
     wide = torch.randn(2, 4, V + 3, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
     view, before = wide[:, :3, :V], wide.clone()
-    scale_(view, torch.tensor(1.0, device=DEVICE))
+    kernels.scale_(view, torch.tensor(1.0, device=DEVICE))
     assert torch.equal(wide, before)
-    scale_(view, torch.tensor(-3.7, device=DEVICE))
+    kernels.scale_(view, torch.tensor(-3.7, device=DEVICE))
     torch.testing.assert_close(view.double(), -3.7 * before[:, :3, :V].double(), rtol=ROUNDING[dtype], atol=1e-6)
     wide[:, :3, :V] = before[:, :3, :V]
     assert torch.equal(wide, before)
-    scale_(view[:0], torch.tensor(2.0, device=DEVICE))
+    kernels.scale_(view[:0], torch.tensor(2.0, device=DEVICE))
