@@ -43,12 +43,9 @@ def test_no_kernel_spills_or_has_more_registers_than_its_threads_leave_it(compil
 
 def test_the_extension_compiles_with_the_cuda_backend():
     """ops.cpp as setup.py builds it beside a CUDA build of torch, whose symbols alone are missing here."""
-    if shutil.which("nvcc") is None or shutil.which("g++") is None:
-        pytest.skip("there is no nvcc or no g++")
-    cuda = Path(shutil.which("nvcc")).resolve().parents[1] / "include"
-    if not (cuda / "cuda_runtime.h").exists():
-        pytest.skip(f"there are no headers in {cuda}")
-    folders = [*include_paths(), sysconfig.get_paths()["include"], str(cuda)]
+    if shutil.which("g++") is None:
+        pytest.skip("there is no g++")
+    folders = [*include_paths(), sysconfig.get_paths()["include"]]
     macros = ["-DUSE_CUDA", "-DGRPO_FAST_WITH_CUDA", "-DTORCH_TARGET_VERSION=0x020b000000000000"]
     command = ["g++", "-std=c++20", "-fsyntax-only", *macros, *(f"-I{folder}" for folder in folders)]
     done = subprocess.run([*command, SOURCE.parents[1] / "ops.cpp"], capture_output=True, text=True)
