@@ -19,12 +19,12 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt $(shell find csrc -type f)
 train: $(INSTALLED)
 	$(BIN)/grpo-fast demo
 
-# The real model's run, whose metrics and curve are kept in docs/.
+# The real model's runs, whose metrics and curves are kept in docs/.
 smollm2: $(INSTALLED)
 	$(BIN)/grpo-fast prepare-smollm2 models/SmolLM2-135M-Instruct
-	$(BIN)/grpo-fast train recipes/smollm2_arithmetic.yaml
-	mkdir -p docs/smollm2
-	cp runs/smollm2_arithmetic/metrics.jsonl runs/smollm2_arithmetic/reward.png docs/smollm2/
+	for run in arithmetic arithmetic_no_kl lora; do \
+		$(BIN)/grpo-fast train recipes/smollm2_$$run.yaml && mkdir -p docs/smollm2/$$run && \
+		cp runs/smollm2_$$run/metrics.jsonl runs/smollm2_$$run/reward.png docs/smollm2/$$run/ || exit 1; done
 
 test: $(INSTALLED)
 	$(PYTEST) -n 2 --dist loadfile -m 'not real' --durations=15
@@ -38,8 +38,11 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+# The peers of the benchmarks that are not dependencies of ours, in a folder of their own.
+BENCH_PEERS := .venv-bench
 bench: $(INSTALLED)
-	$(BIN)/grpo-fast bench
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(BENCH_PEERS) liger-kernel==0.8.5 cut-cross-entropy==25.1.1
+	PYTHONPATH=$(BENCH_PEERS) $(BIN)/grpo-fast bench
 
 # The oldest supported versions load the extension that .venv built, in an environment of their own. Triton 3.6's
 # interpreter fails on numpy 2.4.

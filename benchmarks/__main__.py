@@ -2,7 +2,7 @@
 
 python -m benchmarks [NAME] [ARGUMENTS]
 
-Without a NAME, bench_grpo_loss runs; --static stands for sass, what can be told without running anything.
+Without a NAME, core runs; --static stands for xray, what can be told without running anything.
 `python -m benchmarks NAME --help` shows a benchmark's own arguments.
 """
 
@@ -11,7 +11,16 @@ import runpy
 import sys
 from pathlib import Path
 
-NAMES = ("bench_grpo_loss", "bench_linear_grpo_loss", "bench_train_step", "sass", "demo_seeds", "report")
+NAMES = (
+    "core",
+    "bench_grpo_loss",
+    "bench_linear_grpo_loss",
+    "bench_train_step",
+    "xray",
+    "traffic",
+    "demo_seeds",
+    "report",
+)
 
 
 def overview() -> str:
@@ -30,7 +39,7 @@ def main(arguments: list[str]) -> None:
         print(overview())
         return
     if arguments and arguments[0] == "--static":
-        name, rest = "sass", arguments[1:]
+        name, rest = "xray", arguments[1:]
     elif arguments and not arguments[0].startswith("-"):
         name, rest = arguments[0], arguments[1:]
     if name not in NAMES:

@@ -46,6 +46,23 @@ class Variant:
         return (high - low) / self.median
 
 
+def timed(variant: Variant) -> float:
+    """Seconds of one call, until the device has done it."""
+    variant.prepare()
+    synchronize()
+    start = time.perf_counter()
+    result = variant.run()
+    synchronize()
+    seconds = time.perf_counter() - start
+    del result
+    return seconds
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def interleave(variants: list[Variant], rounds: int, seed: int = 0, warm_up: bool = True) -> None:
     """One untimed call of each (compilation, first touch), then `rounds` timed ones in shuffled order."""
     for variant in variants if warm_up else ():
@@ -55,21 +72,25 @@ def interleave(variants: list[Variant], rounds: int, seed: int = 0, warm_up: boo
     for _ in range(rounds):
         rng.shuffle(order)
         for variant in order:
-            variant.prepare()
-            start = time.perf_counter()
-            result = variant.run()
-            variant.seconds.append(time.perf_counter() - start)
-            del result
+            variant.seconds.append(timed(variant))
 
 
 def peak_bytes(variant: Variant) -> int:
-    """Resident memory at its highest during one call, minus that before it, in bytes. Linux only.
+    """Memory at its highest during one call, minus that before it, in bytes: a GPU's, or what is resident (Linux only).
 
-    The kernel keeps the high-water mark (VmHWM) and resets it when 5 is written to clear_refs; free heap is given back
+    Linux keeps the high-water mark (VmHWM) and resets it when 5 is written to clear_refs; free heap is given back
     first, so that memory reused from an earlier call is counted.
     """
     variant.prepare()
     gc.collect()
+    if torch.cuda.is_available():
+        synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        result = variant.run()
+        synchronize()
+        del result
+        return torch.cuda.max_memory_allocated() - before
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")
@@ -89,8 +110,10 @@ def _status(key: str) -> int:
 def machine() -> dict[str, str]:
     """Device, threads, versions, commit and date, as columns of a CSV."""
     versions = ["torch", "trl", "liger-kernel", "triton"]
+    on_gpu = torch.cuda.is_available()
     return {
-        "device": _cpu_name(),
+        "device": torch.cuda.get_device_name() if on_gpu else _cpu_name(),
+        "cuda": f"{torch.version.cuda}" if on_gpu else "-",
         "threads": str(torch.get_num_threads()),
         "python": platform.python_version(),
         **{name: _version(name) for name in versions},

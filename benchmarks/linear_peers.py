@@ -2,7 +2,7 @@
 
 Each loss takes (hidden, weight, batch) and returns a 0-d tensor with a graph. Peers are called, not rewritten: TRL's
 GRPO loss is GRPOTrainer's own method on a stand-in for the trainer, over a stand-in for the model whose backbone
-returns the benchmark's hidden states. All of them compute loss_type "grpo" with epsilon 0.2 and beta 0.
+returns the benchmark's hidden states. All of them compute loss_type "grpo" with epsilon 0.2.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ class Batch:
     ids: Tensor  # (B, P + C)
     advantages: Tensor  # (B,)
     old_logps: Tensor  # (B, C)
+    valid: Tensor | None = None  # (B, C) bool; None: all of the completion
+    ref_logps: Tensor | None = None  # (B, C), where beta is not 0
 
     @property
     def completion(self) -> int:
@@ -42,6 +44,11 @@ class Batch:
     def predicting(self) -> slice:
         """Positions of a sequence that predict its completion."""
         return slice(self.prompt - 1, -1)
+
+    @property
+    def mask(self) -> Tensor:
+        """(B, C) int64, as the peers want it."""
+        return torch.ones_like(self.ids[:, self.prompt :]) if self.valid is None else self.valid.long()
 
     @property
     def live(self) -> Tensor:
@@ -100,7 +107,7 @@ class _Model(nn.Module):
         return SimpleNamespace(weight=self.weight, bias=None)
 
 
-def trl_loss() -> Loss:
+def trl_loss(level: str = "token", beta: float = 0.0) -> Loss:
     """GRPOTrainer._compute_loss on add_fused_lm_head, with the outputs that the trainer asks for, without autocast."""
     trainer_class = importlib.import_module("trl.trainer.grpo_trainer").GRPOTrainer
     accelerator = importlib.import_module("accelerate").Accelerator(cpu=True, mixed_precision="no")
@@ -111,10 +118,10 @@ def trl_loss() -> Loss:
         model=SimpleNamespace(training=True),
         _metrics={"train": defaultdict(list)},
         loss_type="grpo",
-        importance_sampling_level="token",
+        importance_sampling_level=level,
         epsilon_low=EPSILON,
         epsilon_high=EPSILON,
-        beta=0.0,
+        beta=beta,
         aux_loss_enabled=False,
         top_entropy_quantile=1.0,
         off_policy_mask_threshold=None,
@@ -136,9 +143,10 @@ def trl_loss() -> Loss:
                 "prompt_ids": prompt,
                 "prompt_mask": torch.ones_like(prompt),
                 "completion_ids": completion,
-                "completion_mask": torch.ones_like(completion),
+                "completion_mask": batch.mask,
                 "advantages": batch.advantages,
                 "old_per_token_logps": batch.old_logps,
+                "ref_per_token_logps": batch.ref_logps,
             },
         )
         model.hidden = None
@@ -147,17 +155,18 @@ def trl_loss() -> Loss:
     return loss
 
 
-def liger_loss(compiled: bool) -> Loss:
+def liger_loss(compiled: bool, level: str = "token", beta: float = 0.0) -> Loss:
     """LigerFusedLinearGRPOLoss, fed as TRL did while it used it: the hidden states that predict the completion."""
     module = importlib.import_module("liger_kernel.chunked_loss").LigerFusedLinearGRPOLoss(
-        beta=0.0, compiled=compiled, use_ref_model=False, epsilon_low=EPSILON, epsilon_high=EPSILON, loss_type="grpo"
-    )
+        beta=beta, compiled=compiled, use_ref_model=beta != 0, epsilon_low=EPSILON, epsilon_high=EPSILON,
+        loss_type="grpo", importance_sampling_level=level,
+    )  # fmt: skip
 
     def loss(hidden: Tensor, weight: Tensor, batch: Batch) -> Tensor:
         completion = batch.ids[:, batch.prompt :]
         value, _ = module(
-            hidden[:, batch.predicting], weight, completion, torch.ones_like(completion), batch.advantages,
-            old_per_token_logps=batch.old_logps,
+            hidden[:, batch.predicting], weight, completion, batch.mask, batch.advantages,
+            ref_per_token_logps=batch.ref_logps, old_per_token_logps=batch.old_logps,
         )  # fmt: skip
         return value
 
@@ -173,7 +182,7 @@ def bare_gemms(
     """
     weight = weight.detach()
     count = hidden_ND.shape[0]
-    logits_RV = torch.empty(min(count, rows_per_chunk), weight.shape[0])
+    logits_RV = hidden_ND.new_empty(min(count, rows_per_chunk), weight.shape[0])
 
     def gradients() -> tuple[Tensor, Tensor | None]:
         return torch.empty_like(hidden_ND), torch.empty_like(weight) if trainable else None

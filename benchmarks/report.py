@@ -119,12 +119,55 @@ def demo_table() -> str:
     return markdown(header, [tuple(row[name] for name in names) for row in rows("demo_seeds.csv")])
 
 
-def sass_table() -> str:
-    """The Triton kernels' machine code, compiled offline."""
-    names = ("kernel", "dtype", "sm", "registers", "stack", "spills", "instructions", "mufu", "load", "store")
-    header = (*names[:6], "instructions per logit", "MUFU per logit", "load bits", "store bits")
-    shown = [row for row in rows("sass.csv") if row["dtype"] == "bfloat16"]
+CORE_PEERS = ("trl", "liger", "torch.compile", "torch")
+
+
+def core_table() -> str:
+    """The core table of a CPU: grpo_fast's time, and everybody else's over it."""
+    results = [row for row in rows("core_cpu.csv") if not row["skipped"]]
+    header = (
+        "cell", "from", "variant", "tokens", "ms", *(f"{peer} / ours" for peer in CORE_PEERS), "of the bare GEMMs",
+        "of a copy", "peak MiB", "least of the peers'", "error",
+    )  # fmt: skip
+    lines = []
+    for path in ("hidden", "logits"):
+        for cell in dict.fromkeys(row["cell"] for row in results if row["path"] == path):
+            found = {row["variant"]: row for row in results if (row["cell"], row["path"]) == (cell, path)}
+            peers = {name: row for name, row in found.items() if not name.startswith("grpo_fast")}
+            for name, ours in found.items():
+                if name in peers:
+                    continue
+                times = [
+                    f"{float(peers[p]['median_ms']) / float(ours['median_ms']):.2f}x" if p in peers else "-"
+                    for p in CORE_PEERS
+                ]
+                least = min(int(row["peak_mib"]) for row in peers.values())
+                lines.append((
+                    cell, path, name, ours["tokens"], ours["median_ms"], *times, ours["share_of_gemms"],
+                    ours["share_of_copy"], ours["peak_mib"], str(least), ours["error"],
+                ))  # fmt: skip
+    first = results[0]
+    made = (
+        f"{first['device']}, {first['threads']} threads, torch {first['torch']}, trl {first['trl']}, liger-kernel "
+        f"{first['liger-kernel']}, {first['dtype']}, {first['date']}; tokens are a sixteenth of a GPU's."
+    )
+    return f"{markdown(header, lines)}\n\n{made}"
+
+
+def xray_table() -> str:
+    """The kernels' machine code, compiled offline, and what it leaves possible."""
+    names = ("kernel", "sm", "registers", "stack", "spills", "instructions", "mufu", "load", "store")
+    header = (*names[:5], "instructions per logit", "MUFU per logit", "load bits", "store bits")
+    shown = [row for row in rows("xray.csv") if row["dtype"] == "bfloat16" and row["sm"] != "80"]
     return markdown(header, [tuple(row[name] for name in names) for row in shown])
+
+
+def bounds_table() -> str:
+    """The walls of forward and backward, modelled."""
+    walls = ("memory_ms", "issue_ms", "mufu_ms", "bound_by")
+    names = ("gpu", "tokens", "vocabulary", "kernels", "bytes_per_logit", *walls)
+    header = ("GPU", *names[1:4], "bytes per logit", "memory ms", "issue ms", "MUFU ms", "bound by")
+    return markdown(header, [tuple(row[name] for name in names) for row in rows("bounds.csv")])
 
 
 def fill(text: str, section: str, content: str) -> str:
@@ -138,9 +181,11 @@ def fill(text: str, section: str, content: str) -> str:
 TABLES = (
     ("demo", demo_table),
     ("train_step", train_step_table),
+    ("core", core_table),
     ("benchmarks", loss_table),
     ("head", head_table),
-    ("sass", sass_table),
+    ("xray", xray_table),
+    ("bounds", bounds_table),
 )
 
 

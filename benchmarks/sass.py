@@ -1,16 +1,14 @@
-"""What the Triton kernels compile to, read off the machine code. No GPU is needed.
+"""Machine code of kernels, read without a GPU: what ptxas gave a kernel, and what its loops do with a logit.
 
-The production launchers run against a stand-in for the driver, which names a target and never launches, so that what
-is counted is what would run: the same argument types, constants and options. `python -m benchmarks.sass` prints it.
+Triton's kernels are compiled by their own launchers against a stand-in for the driver, which names a target and never
+launches, so that what is counted is what would run: the same argument types, constants and options. `xray` prints it.
 
 Instructions per logit: those of the innermost loops over full blocks, divided by the logits that one pass of the loop
-loads per thread (told by the width of its loads). What a row costs besides (prologue, last columns, reductions, and
-the second try of a row whose target is improbable) is not in it.
+loads per thread (told by the width of its loads); of a kernel without loops, all of it by what it stores. What a row
+costs besides (prologue, last columns, reductions, and the second try of a row whose target is improbable) is not in it.
 """
 
-import argparse
 import contextlib
-import csv
 import math
 import re
 import subprocess
@@ -37,8 +35,19 @@ class Instruction:
 
 
 @dataclass(frozen=True)
+class Code:
+    """A kernel's machine code; registers a thread, stack and static shared memory in bytes."""
+
+    name: str
+    instructions: list[Instruction]
+    registers: int
+    stack: int
+    shared: int
+
+
+@dataclass(frozen=True)
 class Report:
-    """One compiled kernel; `load` and `store` are the access widths in bits inside the loops, the narrowest first."""
+    """One compiled kernel; `load` and `store` are the narrowest accesses to logits inside the loops, in bits."""
 
     kernel: str
     dtype: str
@@ -48,6 +57,7 @@ class Report:
     registers: int
     stack: int
     spills: int
+    shared: int
     instructions: float
     mufu: float
     load: int
@@ -110,9 +120,25 @@ def _cuobjdump(option, cubin):
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def disassemble(cubin):
-    lines = re.findall(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", _cuobjdump("-sass", cubin), re.MULTILINE)
+def read(cubin):
+    """The kernels in a cubin, each a `Code`."""
+    usage = {
+        name: tuple(int(re.search(rf"{key}:(\d+)", line)[1]) for key in ("REG", "STACK", "SHARED"))
+        for name, line in re.findall(r"Function (\S+):\n(.*)", _cuobjdump("-res-usage", cubin))
+    }
+    parts = re.split(r"^\s*Function : (\S+)$", _cuobjdump("-sass", cubin), flags=re.MULTILINE)[1:]
+    return [Code(name, _instructions(text), *usage[name]) for name, text in zip(parts[::2], parts[1::2], strict=True)]
+
+
+def _instructions(text):
+    lines = re.findall(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", text, re.MULTILINE)
     return [Instruction(int(address, 16), text) for address, text in lines]
+
+
+def disassemble(cubin):
+    """The instructions of a cubin's only kernel."""
+    (code,) = read(cubin)
+    return code.instructions
 
 
 def innermost_loops(instructions):
@@ -134,46 +160,57 @@ def widths(body, opcode):
     return [int(suffix[1]) if suffix else 32 for suffix in suffixes]
 
 
-def _resources(cubin):
-    usage = _cuobjdump("-res-usage", cubin)
-    return int(re.search(r"REG:(\d+)", usage)[1]), int(re.search(r"STACK:(\d+)", usage)[1])
-
-
 def _count(body, opcode):
     return sum(bool(re.search(rf"\b{opcode}\b", i.text)) for i in body)
+
+
+def _loads(body):
+    """Widths of the loads of logits: from device memory or, in whole vectors, from where a bulk copy put them."""
+    return widths(body, "LDG") or [width for width in widths(body, "LDS") if width == 128]
 
 
 def _sweeps(instructions):
     """The loop that reads a row (a statistics sweep: it has exponentials) and the one that reads and writes, if any.
 
-    The masked loops over a row's end are passed over where there are others; of equal sweeps the costlier one counts.
+    The masked loops over a row's end are passed over where there are others, and so is a loop for rows that are not
+    aligned where the kernel has one for rows that are; of equal sweeps the costlier one counts.
     """
-    loops = [body for body in innermost_loops(instructions) if widths(body, "LDG")]
-    reading = [body for body in loops if not widths(body, "STG") and _count(body, "MUFU")]
-    writing = [body for body in loops if widths(body, "STG")]
+    loops = [body for body in innermost_loops(instructions) if _loads(body)]
+    reading = [b for b in loops if not widths(b, "STG") and _count(b, "MUFU")]
+    writing = [b for b in loops if widths(b, "STG")]
     for sweep in (reading, writing):
-        unmasked = [b for b in sweep if not any(re.search(r"^@.*\bLDG\b", i.text) for i in b)]
+        unmasked = [b for b in sweep if not any(re.search(r"^@.*\bLDG\b", i.text) for i in b)] or sweep
+        wide = [b for b in unmasked if min(_loads(b) + widths(b, "STG")) == 128] or unmasked
         if sweep:
-            yield max(unmasked or sweep, key=len)
+            yield max(wide, key=lambda b: len(b) / sum(_loads(b)))
 
 
-def examine(name, compiled, dtype, V, capability):
+def examine(name, code, dtype, V, capability, warps):
     """Report on one compiled kernel."""
-    cubin = compiled.asm["cubin"]
-    registers, stack = _resources(cubin)
-    instructions = disassemble(cubin)
+    bits = torch.finfo(dtype).bits
     per_logit, mufu, loads, stores = 0.0, 0.0, [], []
-    for body in _sweeps(instructions):
-        logits = sum(widths(body, "LDG")) / torch.finfo(dtype).bits
+    for body in _sweeps(code.instructions):
+        logits = sum(_loads(body)) / bits
         per_logit += len(body) / logits
         mufu += _count(body, "MUFU") / logits
-        loads += widths(body, "LDG")
+        loads += _loads(body)
         stores += widths(body, "STG")
-    spills = _count(instructions, "STL") + _count(instructions, "LDL")
+    if not loads and widths(code.instructions, "STG"):  # one block a program, no loops
+        stores = widths(code.instructions, "STG")
+        loads = [width for width in widths(code.instructions, "LDG") if width >= min(stores)] or [0]
+        per_logit = len(code.instructions) / (sum(stores) / bits)
+        mufu = _count(code.instructions, "MUFU") / (sum(stores) / bits)
+    spills = _count(code.instructions, "STL") + _count(code.instructions, "LDL")
     return Report(
-        name, str(dtype).removeprefix("torch."), V, capability, compiled.metadata.num_warps, registers, stack, spills,
+        name, str(dtype).removeprefix("torch."), V, capability, warps, code.registers, code.stack, spills, code.shared,
         per_logit, mufu, min(loads, default=0), min(stores, default=0),
     )  # fmt: skip
+
+
+def of_triton(name, compiled, dtype, V, capability):
+    """Report on what Triton compiled."""
+    (code,) = read(compiled.asm["cubin"])
+    return examine(name, code, dtype, V, capability, compiled.metadata.num_warps)
 
 
 def launch_grpo_loss(dtype, V, T=2, *, weights=False, old=False, ref=False, entropy=False, softcap=0.0, inplace=True):
@@ -238,36 +275,18 @@ def report(name, dtype, V, capability):
     with offline(capability):
         launch(dtype, V)
     (compiled,) = variants(kernel, capability)
-    return examine(name, compiled, dtype, V, capability)
+    return of_triton(name, compiled, dtype, V, capability)
 
 
-def _cells(report):
+def cells(report):
     return tuple(f"{v:.2f}" if isinstance(v, float) else str(v) for v in astuple(report))
 
 
 def table(reports):
-    rows = [tuple(field.name for field in fields(Report))]
-    rows += [_cells(r) for r in reports]
+    return aligned([tuple(field.name for field in fields(Report)), *(cells(r) for r in reports)])
+
+
+def aligned(rows):
+    """Rows of texts as lines with equal columns."""
     columns = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, columns, strict=True)) for row in rows)
-
-
-def main():
-    parser = argparse.ArgumentParser(description="machine code of the Triton kernels")
-    parser.add_argument("--sm", type=int, nargs="+", default=CAPABILITIES)
-    parser.add_argument("--kernel", nargs="+", default=list(kernels()), choices=list(kernels()))
-    parser.add_argument("--vocabulary", type=int, nargs="+", default=VOCABULARIES[-1:])
-    parser.add_argument("--csv", type=Path, help="also write the table there")
-    args = parser.parse_args()
-    cases = [(n, d, v, sm) for n in args.kernel for d in DTYPES for v in args.vocabulary for sm in args.sm]
-    reports = [report(*case) for case in cases]
-    print(table(reports))
-    if args.csv:
-        with args.csv.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(field.name for field in fields(Report))
-            writer.writerows(_cells(r) for r in reports)
-
-
-if __name__ == "__main__":
-    main()

@@ -13,6 +13,7 @@ SELECTION = {
     "test_grpo_loss.py": "triton and (loss_and_grad or nothing_valid or layouts or worked or kl or on_policy)",
     "test_token_logprobs.py": "triton and not no_limit",
     "test_autograd.py": "triton and (upstream or InPlace or fp16)",
+    "test_determinism.py": "triton and (plain or entropy or sequence or transform)",
     "test_linear_grpo_loss.py": "triton and loss_and_gradients and (plain or entropy or sequence) and padded",
 }
 
