@@ -1,7 +1,7 @@
 """Builds the extension `grpo_fast._C` where torch and a C++ compiler are at hand, installs pure if not.
 
-The extension uses torch's stable ABI and Python's limited API: one build serves torch >= 2.11 and any Python
->= 3.11. With a CUDA build of torch and the nvcc of its CUDA it holds the CUDA backend, too, for GPUs from sm_80 on.
+By torch's stable ABI and Python's limited API one build serves torch >= 2.11 and any Python >= 3.11. With a CUDA
+build of torch and the nvcc of its CUDA there is `grpo_fast._cuda`, too, for GPUs from sm_80 on.
 """
 
 import os
@@ -24,66 +24,58 @@ def why_pure():
         return "GRPO_FAST_PURE=1 is set"
     if find_spec("torch") is None:
         return "torch is missing in the build environment (pip's --no-build-isolation shows it yours)"
-    compiler = os.environ.get("CXX", "c++").split()[0]
-    if shutil.which(compiler) is None:
+    if shutil.which(compiler := os.environ.get("CXX", "c++").split()[0]) is None:
         return f"the C++ compiler {compiler} is missing (install one, or name it in CXX)"
     return None
 
 
 def nvcc_flags():
-    """Returns what nvcc is to compile csrc/cuda with, or None where there is no nvcc for torch's CUDA."""
+    """Returns what nvcc is to compile csrc/cuda with; nothing without a CUDA build of torch and an nvcc of its CUDA."""
     import torch
     from torch.utils.cpp_extension import CUDA_HOME
 
-    if torch.version.cuda is None or CUDA_HOME is None:
-        return None
-    said = subprocess.run([f"{CUDA_HOME}/bin/nvcc", "--version"], capture_output=True, text=True, check=True).stdout
-    version = tuple(map(int, re.search(r"release (\d+)\.(\d+)", said).groups()))
-    if version[0] != int(torch.version.cuda.split(".")[0]):
-        print(f"grpo_fast: no CUDA backend: nvcc is {version}, torch has CUDA {torch.version.cuda}", file=sys.stderr)
-        return None
-    newest = 100 if version >= (12, 8) else 90  # whose PTX serves what comes later
-    targets = [f"-gencode=arch=compute_{sm},code=sm_{sm}" for sm in (80, 90, 100) if sm <= newest]
-    return ["-O3", "-std=c++20", *targets, f"-gencode=arch=compute_{newest},code=compute_{newest}"]
+    nvcc = shutil.which("nvcc", path=f"{CUDA_HOME}/bin")
+    if torch.version.cuda is None or nvcc is None or os.environ.get("GRPO_FAST_CUDA") == "0":
+        return []
+    release = re.search(
+        r"release (\d+)\.(\d+)", subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    )
+    if release is None or release[1] != torch.version.cuda.split(".")[0]:
+        print(f"grpo_fast: no CUDA backend: torch has CUDA {torch.version.cuda}, {nvcc} has not", file=sys.stderr)
+        return []
+    sms = (80, 90, 100) if (int(release[1]), int(release[2])) >= (12, 8) else (80, 90)
+    targets = [f"compute_{sm},code=sm_{sm}" for sm in sms]
+    targets.append(f"compute_{sms[-1]},code=compute_{sms[-1]}")  # PTX, for what comes later
+    return ["-O3", "-std=c++20", *(f"-gencode=arch={target}" for target in targets)]
 
 
 def extension_arguments():
-    """Returns what setup() needs to build the extension: nothing where it cannot be built."""
-    reason = why_pure()
-    if reason is not None:
-        # setup.py also runs for the metadata alone, where saying it again would help nobody.
+    """Returns what setup() needs to build the extensions: nothing where they cannot be built."""
+    if reason := why_pure():  # setup.py also runs for the metadata alone, where saying it would help nobody
         if {"bdist_wheel", "editable_wheel", "install"} & set(sys.argv):
             print(f"grpo_fast: installing without the C++ backend: {reason}", file=sys.stderr)
         return {}
     from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
 
-    cuda = nvcc_flags()
-    macros = [("TORCH_TARGET_VERSION", TORCH_TARGET_VERSION)]
-    extension = (CppExtension if cuda is None else CUDAExtension)(
-        "grpo_fast._C",
-        sorted(
-            str(path.relative_to(ROOT))
-            for path in ROOT.glob("csrc/**/*.c*")
-            if path.suffix == ".cpp" or (path.suffix == ".cu" and cuda is not None)
-        ),
-        include_dirs=[str(ROOT / "csrc")],
-        define_macros=macros if cuda is None else [*macros, ("USE_CUDA", None), ("GRPO_FAST_WITH_CUDA", None)],
-        extra_compile_args={"cxx": ["-O3", "-std=c++20", "-fvisibility=hidden"], "nvcc": cuda or []},
-        py_limited_api=True,
-    )
-    return {
-        "ext_modules": [extension],
-        "cmdclass": {"build_ext": BuildExtension},
-        "options": {"bdist_wheel": {"py_limited_api": "cp311"}},
-    }
+    def extension(kind, name, patterns, macros=(), nvcc=()):
+        return kind(
+            f"grpo_fast.{name}",
+            sorted(str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(f"csrc/{pattern}")),
+            include_dirs=[str(ROOT / "csrc")],
+            define_macros=[("TORCH_TARGET_VERSION", TORCH_TARGET_VERSION), *macros],
+            extra_compile_args={"cxx": ["-O3", "-std=c++20", "-fvisibility=hidden"], "nvcc": nvcc},
+            py_limited_api=True,
+        )
+
+    extensions = [extension(CppExtension, "_C", ["*.cpp", "cpu/*.cpp"])]
+    if nvcc := nvcc_flags():
+        extensions.append(extension(CUDAExtension, "_cuda", ["cuda/*.cpp", "cuda/*.cu"], [("USE_CUDA", None)], nvcc))
+    abi3 = {"bdist_wheel": {"py_limited_api": "cp311"}}
+    return {"ext_modules": extensions, "cmdclass": {"build_ext": BuildExtension}, "options": abi3}
 
 
 # Where the checkout holds the symlink grpo_fast/kernels as a text file (Windows, some archives), name it.
 KERNELS_DIR = {} if (ROOT / "grpo_fast/kernels").is_dir() else {"grpo_fast.kernels": "kernels"}
 
-setup(
-    packages=[*find_packages(include=["grpo_fast", "grpo_fast.*"]), "grpo_fast.kernels"],
-    package_dir=KERNELS_DIR,
-    package_data={"grpo_fast": ["py.typed"]},
-    **extension_arguments(),
-)
+PACKAGES = [*find_packages(include=["grpo_fast", "grpo_fast.*"]), "grpo_fast.kernels"]
+setup(packages=PACKAGES, package_dir=KERNELS_DIR, package_data={"grpo_fast": ["py.typed"]}, **extension_arguments())

@@ -26,7 +26,7 @@ import torch
 from . import sass, traffic
 
 CUDA_SOURCE = Path(__file__).parent.parent / "csrc/cuda/rows.cu"
-TARGETS = {80: "sm_80", 90: "sm_90a", 100: "sm_100a"}
+SMS = (80, 90, 100)
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def cuda_kernels(dtypes: list[torch.dtype], V: int, sm: int) -> list[sass.Report
         return []
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "rows.cubin"
-        command = ["nvcc", "-std=c++20", "-O3", f"-arch={TARGETS[sm]}", "-cubin", CUDA_SOURCE, "-o", cubin]
+        command = ["nvcc", "-std=c++20", "-O3", f"-arch=sm_{sm}", "-cubin", CUDA_SOURCE, "-o", cubin]
         subprocess.run(command, check=True)
         return of_cuda(sass.read(cubin.read_bytes()), dtypes, V, sm)
 
@@ -177,7 +177,7 @@ def write(path: Path, header: list[str], rows: list[tuple[str, ...]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sm", type=int, nargs="+", default=list(TARGETS), choices=list(TARGETS))
+    parser.add_argument("--sm", type=int, nargs="+", default=SMS, choices=SMS)
     parser.add_argument("--vocabulary", type=int, default=151936)
     parser.add_argument("--all-dtypes", action="store_true", help="float16 and float32 beside bfloat16")
     parser.add_argument("--csv", action="store_true", help="write xray.csv and bounds.csv to benchmarks/results")

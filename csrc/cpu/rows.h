@@ -1,5 +1,5 @@
 // What the CPU backend is made of: plain structs without any torch type.
-// ops.cpp fills in `Rows` and the argument structs, rows.cpp walks the rows in parallel, and an `Isa` (one per
+// row_ops.h fills in `Rows` and the argument structs, rows.cpp walks the rows in parallel, and an `Isa` (one per
 // instruction set, isa_*.cpp) holds the vocabulary-sized loops.
 #pragma once
 

@@ -64,14 +64,14 @@ struct Arrival {
   uint64_t state;
 };
 
-// By one thread; then `publish`, then a barrier of the block, before any other use.
+// By one thread; then `fence_prepared`, then a barrier of the block, before any other use.
 __device__ __forceinline__ void prepare(Arrival* arrival) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(arrival)) : "memory");
 #endif
 }
 
-__device__ __forceinline__ void publish() {
+__device__ __forceinline__ void fence_prepared() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
@@ -137,10 +137,10 @@ __device__ __forceinline__ float widen_f16(uint16_t bits) {
   return value;
 }
 
-// --- Device memory, 16 bytes at a time; what is not needed again is evicted first. ------------------------------------
+// --- Device memory, 16 bytes at a time: kept in L2, or what is not needed again and evicted first. --------------------
 
-__device__ __forceinline__ uint4 load_first(const uint4* p) { return *p; }
-__device__ __forceinline__ uint4 load_last(const uint4* p) { return __ldcs(p); }
+__device__ __forceinline__ uint4 load_kept(const uint4* p) { return *p; }
+__device__ __forceinline__ uint4 load_streaming(const uint4* p) { return __ldcs(p); }
 __device__ __forceinline__ void store_streaming(uint4* p, uint4 value) { __stcs(p, value); }
 
 // --- Launching. ------------------------------------------------------------------------------------------------------
@@ -153,22 +153,32 @@ struct Shape {
 };
 
 inline void check(cudaError_t error) {
-  if (error != cudaSuccess) throw std::runtime_error(std::string("grpo_fast_cuda: ") + cudaGetErrorString(error));
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // forget it, or torch finds it after a launch of its own
+  throw std::runtime_error(std::string("grpo_fast_cuda: ") + cudaGetErrorString(error));
 }
 
-// 80, 90, 100, ...: of the current device.
-inline int compute_capability() {
-  int device = 0, major = 0, minor = 0;
-  check(cudaGetDevice(&device));
-  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
-  return 10 * major + minor;
-}
+// What the current device has.
+struct Device {
+  int capability;    // 80, 90, 100, ...
+  int shared_bytes;  // that a block may have
+
+  static Device current() {
+    int device = 0, major = 0, minor = 0, bytes = 0;
+    check(cudaGetDevice(&device));
+    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+    check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
+    check(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+    return {10 * major + minor, bytes};
+  }
+};
 
 template <class Problem>
 void launch(void (*kernel)(Problem), const Shape& shape, const Problem& problem, void* stream) {
-  if (shape.shared_bytes > 48 * 1024)
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shape.shared_bytes)));
+  if (shape.shared_bytes > 48 * 1024) {  // all there is, since another thread may be about to launch with more
+    const int bytes = Device::current().shared_bytes;
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  }
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(unsigned(shape.blocks));
   config.blockDim = dim3(shape.threads);

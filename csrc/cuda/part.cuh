@@ -11,7 +11,7 @@ namespace grpo_fast::cuda {
 
 constexpr unsigned kStagedThreads = 256;
 constexpr unsigned kPlainThreads = 1024;  // one block an SM, so that the rows in flight fit in L2
-constexpr unsigned kMaxCluster = 8;       // what every device with clusters grants
+constexpr unsigned kMaxCluster = 8;       // what can be asked for without a device's consent
 constexpr int kChunk = 1024;              // vectors that arrive together: 16 KiB
 constexpr int kMaxChunks = 13;
 constexpr int kExchanges = 3;  // sums, then, rarely, the maximum and the sums again
@@ -57,7 +57,7 @@ class Part {
       if (aligned_) {
         if (threadIdx.x == 0) {
           for (int chunk = 0; chunk * kChunk < count_; ++chunk) prepare(&shared().arrivals[chunk]);
-          publish();
+          fence_prepared();
         }
         __syncthreads();
         if (threadIdx.x == 0) {
@@ -143,6 +143,7 @@ class Part {
       }
     }
     if constexpr (kStaged) {
+      __syncwarp();  // together again for the barrier
       cluster_arrive();
       cluster_wait();
     } else {
@@ -207,7 +208,7 @@ class Part {
   __device__ __forceinline__ Vector<T> load(Index index) const {
     if constexpr (kAligned) {
       const uint4* p = reinterpret_cast<const uint4*>(row_) + index;
-      return Vector<T>::of(kAgain ? load_first(p) : load_last(p));
+      return Vector<T>::of(kAgain ? load_kept(p) : load_streaming(p));
     }
     return Vector<T>::of_elements(row_ + index * kPerVector<T>, V_ - index * kPerVector<T>);
   }

@@ -42,24 +42,8 @@ struct F16 {
   uint16_t bits;
 };
 
-__device__ __forceinline__ float bits_to_float(uint32_t bits) {
-  union {
-    uint32_t bits;
-    float value;
-  } word = {bits};
-  return word.value;
-}
-
-__device__ __forceinline__ uint32_t float_to_bits(float value) {
-  union {
-    float value;
-    uint32_t bits;
-  } word = {value};
-  return word.bits;
-}
-
 __device__ __forceinline__ float widen(float x) { return x; }
-__device__ __forceinline__ float widen(BF16 x) { return bits_to_float(uint32_t(x.bits) << 16); }
+__device__ __forceinline__ float widen(BF16 x) { return __builtin_bit_cast(float, uint32_t(x.bits) << 16); }
 __device__ __forceinline__ float widen(F16 x) { return widen_f16(x.bits); }
 
 __device__ __forceinline__ void narrow(float x, float& out) { out = x; }
@@ -80,7 +64,7 @@ struct Vector {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if constexpr (sizeof(T) == 4) {
-        v.x[i] = bits_to_float(word[i]);
+        v.x[i] = __builtin_bit_cast(float, word[i]);
       } else {
         v.x[2 * i] = widen(T{uint16_t(word[i])});
         v.x[2 * i + 1] = widen(T{uint16_t(word[i] >> 16)});
@@ -94,7 +78,7 @@ struct Vector {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if constexpr (sizeof(T) == 4) {
-        word[i] = float_to_bits(x[i]);
+        word[i] = __builtin_bit_cast(uint32_t, x[i]);
       } else if constexpr (std::is_same_v<T, BF16>) {
         word[i] = pack_bf16(x[2 * i], x[2 * i + 1]);
       } else {

@@ -2,6 +2,8 @@
 // the arithmetic in row.cuh, and what a token's loss is in ../objectives.h.
 #include "rows.h"
 
+#include <algorithm>
+
 #include "part.cuh"
 
 namespace grpo_fast::cuda {
@@ -21,10 +23,12 @@ struct Plan {
 
   static Plan of(int64_t V, DType dtype) {
     const int64_t vectors = (V * element_size(dtype) + 15) / 16;
-    if (compute_capability() >= 90) {
+    const Device device = Device::current();
+    if (device.capability >= 90) {
+      const int64_t most = std::min(kMostBytes, int64_t(device.shared_bytes) - int64_t(sizeof(Shared)));
       for (unsigned cluster = 1; cluster <= kMaxCluster; cluster *= 2) {
         const int64_t bytes = (vectors + cluster - 1) / cluster * 16;
-        if (bytes <= (cluster < kMaxCluster ? kWantedBytes : kMostBytes))
+        if (bytes <= (cluster < kMaxCluster ? kWantedBytes : most))
           return {true, cluster, unsigned(sizeof(Shared) + bytes)};
       }
     }
@@ -225,7 +229,9 @@ void row_stats(const Rows& logits, const Tokens& tokens, const StatsArgs& args, 
 void row_grad(const Rows& logits, const Tokens& tokens, const GradArgs& args, const Rows& out, const Scaling& scaling,
               Stream stream) {
   if (tokens.n == 0) return;
-  const GradProblem problem = {logits, tokens, args, out, Transform::make(scaling), is_aligned(logits), is_aligned(logits) && is_aligned(out)};
+  const bool aligned = is_aligned(logits);
+  const GradProblem problem = {logits,  tokens, args, out, Transform::make(scaling),
+                               aligned, aligned && is_aligned(out)};
   with_type(logits.dtype, [&](auto element) {
     with_flag(scaling.softcap != 0, [&](auto softcap) {
       with_flag(args.g_entropy != nullptr, [&](auto entropy) {
@@ -240,8 +246,9 @@ void grpo_loss(const Rows& logits, const Tokens& tokens, const LossArgs& args, c
                const ClipOptions& options, Stream stream) {
   if (tokens.n == 0) return;
   const Plan plan = Plan::of(logits.V, logits.dtype);
-  const LossProblem problem = {logits,  tokens,       args,         out, Transform::make(scaling),
-                               options, plan.cluster, is_aligned(logits), is_aligned(logits) && is_aligned(out)};
+  const bool aligned = is_aligned(logits);
+  const LossProblem problem = {logits,  tokens,       args,    out, Transform::make(scaling),
+                               options, plan.cluster, aligned, aligned && is_aligned(out)};
   const Shape shape = {tokens.n * plan.cluster, plan.cluster, plan.staged ? kStagedThreads : kPlainThreads,
                        plan.shared_bytes};
   with_type(logits.dtype, [&](auto element) {

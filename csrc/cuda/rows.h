@@ -1,4 +1,4 @@
-// The CUDA backend's four operations: what they mean is ops.cpp's list of schemas and docs/math.md, as for cpu/rows.h.
+// The CUDA backend's four operations: what they mean is row_ops.h's list of schemas and docs/math.md, as for cpu/rows.h.
 // Pointers are to the current device, and work is queued on `stream`.
 #pragma once
 

@@ -35,8 +35,8 @@ def available_backends() -> dict[str, str | None]:
 @functools.cache
 def functions(name: str) -> SimpleNamespace:
     """The four functions of a backend that is available."""
-    if name in ("cpu", "cuda"):
-        _load_extension()
+    if name in _MODULES:
+        _load_extension(name)
         namespace = getattr(torch.ops, f"grpo_fast_{name}")
         return SimpleNamespace(**{f: getattr(namespace, f).default for f in _FUNCTIONS})
     if name == "triton":
@@ -54,14 +54,17 @@ def functions(name: str) -> SimpleNamespace:
     return SimpleNamespace(row_stats=reference.row_stats, row_grad=reference.row_grad, scale_=reference.scale_)
 
 
+_MODULES = {"cpu": "_C", "cuda": "_cuda"}
+
+
 @functools.cache
-def _load_extension() -> None:
-    (path,) = _extension_paths()
+def _load_extension(name: str) -> None:
+    (path,) = _extension_paths(name)
     torch.ops.load_library(path)
 
 
-def _extension_paths() -> list[Path]:
-    return sorted(Path(__file__).parents[1].glob("_C*.so"))[:1]
+def _extension_paths(name: str) -> list[Path]:
+    return sorted(Path(__file__).parents[1].glob(f"{_MODULES[name]}*.so"))[:1]
 
 
 @functools.cache
@@ -69,16 +72,8 @@ def unavailable_reason(name: str) -> str | None:
     """None where the backend can be used, else one line that says why not."""
     if name == "reference":
         return None
-    if name in ("cpu", "cuda"):
-        if not _extension_paths():
-            return "the C++ extension was not built (no compiler at install time?); reinstall with one"
-        try:
-            _load_extension()
-        except OSError as error:
-            return f"the C++ extension does not load: {error}"
-        if name == "cuda" and not hasattr(torch.ops.grpo_fast_cuda, "grpo_loss"):
-            return "the C++ extension was built without it; reinstall with a CUDA build of torch and its nvcc"
-        return "no CUDA device" if name == "cuda" and not torch.cuda.is_available() else None
+    if name in _MODULES:
+        return _unloadable(name) or (None if name == "cpu" else _unfit_gpu())
     if name == "triton":
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed"
@@ -86,6 +81,26 @@ def unavailable_reason(name: str) -> str | None:
             return "no CUDA device (TRITON_INTERPRET=1 runs the kernels, slowly, on the CPU)"
         return None if _interpreted() else _unwritable_cache()
     raise ValueError(f"backend: expected None or one of {', '.join(BACKENDS)}, got {name!r}")
+
+
+def _unloadable(name: str) -> str | None:
+    if not _extension_paths(name):
+        return {
+            "cpu": "the C++ extension was not built (no compiler at install time?); reinstall with one",
+            "cuda": "it was not built; reinstall with a CUDA build of torch and the nvcc of its CUDA",
+        }[name]
+    try:
+        _load_extension(name)
+    except OSError as error:
+        return f"the extension does not load: {error}"
+    return None
+
+
+def _unfit_gpu() -> str | None:
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    capability = torch.cuda.get_device_capability()
+    return None if capability >= (8, 0) else f"needs a GPU of compute capability 8.0, got {capability}"
 
 
 def _unwritable_cache() -> str | None:

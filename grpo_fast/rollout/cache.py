@@ -24,11 +24,12 @@ class LayerCache:
         self.keys = _enlarged(self.keys, self.prompt_keys, rows, room)
         self.values = _enlarged(self.values, self.prompt_values, rows, room)
 
-    def keep(self, groups: Tensor, longest: int, rows: Tensor) -> None:
+    def keep(self, groups: Tensor, longest: int, rows: Tensor, room: int) -> None:
+        """Leaves out other groups and rows, and what prompts are longer than `longest` and rows than `room`."""
         if len(groups) < len(self.prompt_keys):
             self.prompt_keys = self.prompt_keys[groups, :, :longest]
             self.prompt_values = self.prompt_values[groups, :, :longest]
-        self.keys, self.values = self.keys[rows], self.values[rows]
+        self.keys, self.values = self.keys[rows, :, :room], self.values[rows, :, :room]
 
 
 def _joined(old: Tensor | None, new: Tensor) -> Tensor:

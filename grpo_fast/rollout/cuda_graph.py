@@ -3,6 +3,7 @@
 Recording runs the step twice, so it is done again only when the batch's shape changes.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -30,6 +31,12 @@ def host_refusal(model: PreTrainedModel) -> str | None:
     return None
 
 
+@functools.cache
+def _aside(device: torch.device) -> torch.cuda.Stream:
+    """One for all recordings: libraries keep a workspace for every stream that they have ever run on."""
+    return torch.cuda.Stream(device)
+
+
 def record(step: Callable[[Tensor], Tensor], tokens: Tensor) -> Callable[[Tensor], Tensor]:
     """Records `step(tokens)`.
 
@@ -43,7 +50,7 @@ def record(step: Callable[[Tensor], Tensor], tokens: Tensor) -> Callable[[Tensor
     """
     static = tokens.clone()
     here = torch.cuda.current_stream(tokens.device)
-    aside = torch.cuda.Stream(tokens.device)
+    aside = _aside(tokens.device)
     aside.wait_stream(here)
     with torch.cuda.stream(aside):  # libraries set themselves up in a first call, which cannot be recorded
         step(static)

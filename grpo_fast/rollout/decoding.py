@@ -53,6 +53,7 @@ class GroupDecoder:
         Returns:
             logits [len(prompts), V] of each prompt's next token.
         """
+        self._recorded = None
         logits = []
         for start, end in _parts(list(map(len, prompts))):
             part = prompts[start:end]
@@ -79,8 +80,8 @@ class GroupDecoder:
         """
         longest = max(self._ages) + 1
         if longest > self._room:
-            self._room = min(max(2 * self._room, _FIRST_ROOM), self.max_tokens - 1)
             self._recorded = None
+            self._room = self._room_for(longest)
             for cache in self._layers.values():
                 cache.resize(len(self._groups), self._room)
         if self._record is None:
@@ -98,8 +99,16 @@ class GroupDecoder:
         step = Step(self._rows, self._layers, longest, age)
         return self._logits(tokens, step.positions, step, None)
 
+    def _room_for(self, tokens: int) -> int:
+        """Doublings of what rows have at first, so that they seldom have to move."""
+        room = _FIRST_ROOM
+        while room < tokens:
+            room *= 2
+        return min(room, self.max_tokens - 1)
+
     def keep(self, rows: Sequence[int]) -> None:
         """Leaves out all rows but these, and groups without rows."""
+        self._recorded = None
         groups = sorted({self._groups[row] for row in rows})
         number = {group: index for index, group in enumerate(groups)}
         self._ages = [self._ages[row] for row in rows]
@@ -107,15 +116,15 @@ class GroupDecoder:
         self._prompts = [self._prompts[group] for group in groups]
         if not rows:
             self._layers.clear()
-            self._recorded = None
+            self._room = 0
             return
+        self._room = min(self._room, self._room_for(max(self._ages) + 1))
         device, longest = self.model.device, max(self._prompts)
         for cache in self._layers.values():
-            cache.keep(torch.tensor(groups, device=device), longest, torch.tensor(rows, device=device))
+            cache.keep(torch.tensor(groups, device=device), longest, torch.tensor(rows, device=device), self._room)
         self._arrange()
 
     def _arrange(self) -> None:
-        self._recorded = None
         self._rows = Rows.of(self._prompts, self._groups, self._ages, self.model.device)
 
     def _logits(self, ids: Tensor, positions: Tensor, attention, last: Tensor | None) -> Tensor:

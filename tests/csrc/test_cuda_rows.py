@@ -7,13 +7,15 @@ an order that changes from launch to launch, and shared memory and copies under 
 import native_rows as rows
 import pytest
 import torch
-from cuda_on_host import on_host
+from cuda_on_host import CudaOnGpu, on_gpu, on_host
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 
-@pytest.fixture(scope="module", params=[80, 90], ids=["sm_80", "sm_90"])
+@pytest.fixture(scope="module", params=[80, 90, None], ids=["sm_80", "sm_90", "gpu"])
 def ops(request):
+    if request.param is None:
+        return on_gpu() or pytest.skip("needs a GPU and the extension built for it")
     return on_host(request.param) or pytest.skip("there is no C++ compiler")
 
 
@@ -31,8 +33,9 @@ def check(ops, problem, out=None):
     rows.assert_gradient_close(got.grad, want.grad, problem.logits.dtype, tolerance=5e-6)
 
 
-# Blocks of a row's cluster on sm_90. 1: longer than 8 blocks can hold, so read twice by one. A part of less than a
-# vector, of whole chunks, of a chunk and a vector; parts whose last is shorter, or empty (V = 196616: 24577 vectors).
+PLAIN = 0
+# Blocks of a row's cluster on sm_90; PLAIN: longer than 8 blocks can hold, so read twice by one. A part of less than a
+# vector, of whole chunks, of a chunk and a vector; parts whose last is shorter.
 SPREAD = [
     (1, FP32, 1),
     (8, BF16, 1),
@@ -47,7 +50,8 @@ SPREAD = [
     (196616, BF16, 8),
     (262144, FP32, 8),
     (409600, FP32, 8),
-    (409604, FP32, 1),
+    (409604, FP32, PLAIN),
+    (500001, FP32, PLAIN),
 ]
 
 
@@ -55,8 +59,19 @@ SPREAD = [
 def test_how_rows_are_spread_over_a_cluster(hopper, V, dtype, blocks):
     problem = rows.off_policy(rows.make_problem(1, 3, V, dtype, seed=V, entropy_scale=torch.tensor(0.01), beta=0.04))
     check(hopper, problem)
-    assert hopper.last_cluster == blocks
+    gpu = on_gpu()
+    if gpu is not None:
+        check(gpu, problem)
+    assert hopper.last_cluster == ((blocks, 256) if blocks else (1, 1024))
     check(hopper, problem, problem.logits)
+
+
+def test_a_device_with_less_shared_memory_takes_shorter_rows():
+    """As some of compute capability 12: 99 KiB a block."""
+    ops = on_host(120, 99 << 10) or pytest.skip("there is no C++ compiler")
+    for V, cluster in ((151936, (8, 256)), (200000, (8, 256)), (262144, (1, 1024))):
+        check(ops, rows.make_problem(1, 2, V, FP32))
+        assert ops.last_cluster == cluster
 
 
 @pytest.mark.parametrize("V", [32768, 151936])
@@ -75,8 +90,10 @@ def test_rows_without_a_gradient_are_not_read_or_not_again(ops):
     problem.advantages[:] = 0.0
     problem.valid[0, 1:] = 0
     size = 32768 * 2
-    rows.native_loss(ops, problem)
-    assert ops.last_bytes == (size, 4 * size)  # one sweep of one row for its log-prob, zeros to all
+    got = rows.native_loss(ops, problem)
+    assert (got.grad == 0).all()
+    if not isinstance(ops, CudaOnGpu):
+        assert ops.last_bytes == (size, 4 * size)  # one sweep of one row for its log-prob, zeros to all
 
 
 @pytest.mark.parametrize("target", ["usual", "improbable"])

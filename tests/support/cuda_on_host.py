@@ -1,4 +1,7 @@
-"""The operations of csrc/cuda on a CPU, called like torch.ops.grpo_fast_cpu: see cuda_on_host/cuda_on_host.h."""
+"""The operations of csrc/cuda on tensors of the CPU, called like torch.ops.grpo_fast_cpu.
+
+`on_host` executes their source on the CPU (cuda_on_host/cuda_on_host.h), `on_gpu` calls the extension on a GPU.
+"""
 
 import ctypes
 import functools
@@ -10,6 +13,8 @@ from ctypes import Structure, byref, c_bool, c_char_p, c_double, c_int, c_int64,
 from pathlib import Path
 
 import torch
+
+from grpo_fast.ops import backends
 
 HERE = Path(__file__).parent / "cuda_on_host"
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -41,21 +46,21 @@ def _pointers(*tensors):
 
 
 class CudaOnHost:
-    """As on a device of this compute capability."""
+    """As on a device of this compute capability, with so much shared memory for a block."""
 
-    def __init__(self, library, capability):
-        self._library, self._capability = library, capability
+    def __init__(self, library, capability, shared_bytes):
+        self._library, self._device = library, (capability, shared_bytes)
 
     def _call(self, name, *arguments):
-        self._library.set_capability(self._capability)
+        self._library.set_device(*self._device)
         message = getattr(self._library, name)(*arguments)
         if message:
             raise RuntimeError(message.decode())
 
     @property
     def last_cluster(self):
-        """Blocks of a cluster in the last launch."""
-        return self._library.last_cluster()
+        """Blocks of a cluster, and threads of a block, in the last launch."""
+        return self._library.last_cluster(), self._library.last_threads()
 
     @property
     def last_bytes(self):
@@ -109,7 +114,35 @@ def _library():
     return library
 
 
-def on_host(capability):
+def on_host(capability, shared_bytes=227 << 10):
     """The operations as on a device of this compute capability; None without a C++ compiler."""
     library = _library()
-    return None if library is None else CudaOnHost(library, capability)
+    return None if library is None else CudaOnHost(library, capability, shared_bytes)
+
+
+class CudaOnGpu:
+    """Every tensor goes there with all of its memory, so that it lies as it did, and comes back."""
+
+    def __getattr__(self, name):
+        operation = getattr(torch.ops.grpo_fast_cuda, name)
+
+        def call(*arguments):
+            storages = {}
+
+            def there(x):
+                if not torch.is_tensor(x):
+                    return x
+                here = x.untyped_storage()
+                _, moved = storages.setdefault(here.data_ptr(), (here, here.cuda()))
+                return torch.empty(0, dtype=x.dtype, device="cuda").set_(moved, x.storage_offset(), x.shape, x.stride())
+
+            operation(*map(there, arguments))
+            for here, moved in storages.values():
+                here.copy_(moved)
+
+        return call
+
+
+def on_gpu():
+    """The extension's operations; None where it cannot be used."""
+    return CudaOnGpu() if backends.unavailable_reason("cuda") is None else None

@@ -85,14 +85,15 @@ struct Machine {
   std::vector<Block> cluster;
   Barrier cluster_barrier;
   std::vector<uint64_t> cluster_round;  // by fiber, of its last arrival
+  std::vector<unsigned> cluster_waits;  // by fiber, rounds it has waited for
   std::vector<Fiber> fibers;
   Fiber* current = nullptr;
   unsigned current_index = 0;
   ucontext_t scheduler;
   std::function<void()> body;
   std::exception_ptr error;  // the first; it cannot leave a fiber by itself
-  int capability = 90;
-  unsigned clusters_of = 0;        // blocks of a cluster in the last launch
+  int capability = 90, shared_bytes = 227 << 10;
+  unsigned clusters_of = 0, threads_of = 0;  // blocks of a cluster and threads of a block in the last launch
   int64_t bytes_read = 0, bytes_written = 0;  // of device memory in the last launch, in whole vectors and bulk copies
 };
 
@@ -136,6 +137,12 @@ inline void __syncthreads() {
   cuda_on_host::wait(barrier, barrier.arrive());
 }
 
+inline void __syncwarp() {
+  cuda_on_host::Fiber& fiber = *cuda_on_host::machine().current;
+  auto& warp = fiber.block->warps[fiber.thread / 32];
+  cuda_on_host::wait(warp.barrier, warp.barrier.arrive());
+}
+
 inline float __shfl_xor_sync(unsigned, float value, int offset) {
   cuda_on_host::Fiber& fiber = *cuda_on_host::machine().current;
   auto& warp = fiber.block->warps[fiber.thread / 32];
@@ -158,9 +165,15 @@ inline void cluster_arrive() { machine().cluster_round[machine().current_index] 
 
 inline void cluster_wait() {
   cuda_on_host::wait(machine().cluster_barrier, machine().cluster_round[machine().current_index]);
+  ++machine().cluster_waits[machine().current_index];
 }
 
+// A block's shared memory is there from its first instruction, which a barrier of the cluster shows, to its last.
 inline void store_remote(float* mine, unsigned rank, float value) {
+  if (machine().cluster_waits[machine().current_index] == 0)
+    throw std::logic_error("a store to a block that may not have started");
+  for (const auto& fiber : machine().fibers)
+    if (fiber.block->rank == rank && fiber.done) throw std::logic_error("a store to a block that has ended");
   const auto offset = reinterpret_cast<char*>(mine) - shared_memory();
   std::memcpy(machine().cluster.at(rank).shared + offset, &value, sizeof(value));
 }
@@ -172,7 +185,7 @@ struct Arrival {
 constexpr uint64_t kPrepared = 0x5afe, kExpecting = 0x5afe1;
 
 inline void prepare(Arrival* arrival) { arrival->state = kPrepared; }
-inline void publish() {}
+inline void fence_prepared() {}
 
 inline void bulk_load(void* shared, const void* global, uint32_t bytes, Arrival* arrival) {
   if (arrival->state != kPrepared) throw std::logic_error("a bulk copy to a counter that was not prepared");
@@ -195,8 +208,21 @@ inline void wait_for(Arrival* arrival) {
   }
 }
 
-inline float exp2_fast(float x) { return std::exp2(x); }
-inline float reciprocal(float x) { return 1.0f / x; }
+// As inexact as the GPU's: up to 2 and 1 units in the last place away, by no rule but the argument, and no denormals.
+inline float inexact(float argument, float value, int units) {
+  uint32_t hash, bits;
+  std::memcpy(&hash, &argument, 4);
+  hash = (hash ^ hash >> 15) * 0x2c1b3c6du;
+  hash = (hash ^ hash >> 12) * 0x297a2d39u;
+  if (!std::isnormal(value)) return value == value && !std::isinf(value) ? 0.0f : value;
+  std::memcpy(&bits, &value, 4);
+  bits += int(hash % (2 * units + 1)) - units;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+inline float exp2_fast(float x) { return x == 0 ? 1.0f : inexact(x, std::exp2(x), 2); }
+inline float reciprocal(float x) { return inexact(x, 1.0f / x, 1); }
 
 inline uint16_t round_bf16(float x) {
   uint32_t bits;
@@ -225,13 +251,13 @@ inline void check_alignment(const void* p) {
   if (reinterpret_cast<uintptr_t>(p) % 16) throw std::logic_error("a vector that does not start on 16 bytes");
 }
 
-inline uint4 load_first(const uint4* p) {
+inline uint4 load_kept(const uint4* p) {
   check_alignment(p);
   machine().bytes_read += sizeof(*p);
   return *p;
 }
 
-inline uint4 load_last(const uint4* p) { return load_first(p); }
+inline uint4 load_streaming(const uint4* p) { return load_kept(p); }
 
 inline void store_streaming(uint4* p, uint4 value) {
   check_alignment(p);
@@ -246,25 +272,30 @@ struct Shape {
   unsigned shared_bytes;
 };
 
-inline int compute_capability() { return machine().capability; }
+struct Device {
+  int capability, shared_bytes;
+  static Device current() { return {machine().capability, machine().shared_bytes}; }
+};
 
 template <class Problem>
 void launch(void (*kernel)(Problem), const Shape& shape, const Problem& problem, void*) {
   using namespace cuda_on_host;
   Machine& m = machine();
   if (shape.blocks % shape.cluster || shape.threads % 32 || shape.threads > 1024 || shape.cluster > 8 ||
-      shape.shared_bytes > 227 * 1024 || (shape.cluster > 1 && m.capability < 90))
+      shape.shared_bytes > unsigned(m.shared_bytes) || (shape.cluster > 1 && m.capability < 90))
     throw std::logic_error("a launch that no device accepts");
   constexpr size_t kStack = 64 << 10;
   static std::mt19937 rng(0);
   m.block_threads = shape.threads;
   m.clusters_of = shape.cluster;
+  m.threads_of = shape.threads;
   m.bytes_read = m.bytes_written = 0;
   m.body = [&] { kernel(problem); };
   for (int64_t first = 0; first < shape.blocks; first += shape.cluster) {
     m.cluster = std::vector<Block>(shape.cluster);
     m.fibers = std::vector<Fiber>(shape.cluster * shape.threads);
     m.cluster_round.assign(m.fibers.size(), 0);
+    m.cluster_waits.assign(m.fibers.size(), 0);
     m.cluster_barrier = {unsigned(m.fibers.size())};
     for (unsigned rank = 0; rank < shape.cluster; ++rank) {
       Block& block = m.cluster[rank];

@@ -44,8 +44,12 @@ const char* scale(const Rows* grad, int64_t n, const float* factor) {
   return guarded([&] { cuda::scale(*grad, n, factor, nullptr); });
 }
 
-void set_capability(int capability) { cuda_on_host::machine().capability = capability; }
+void set_device(int capability, int shared_bytes) {
+  cuda_on_host::machine().capability = capability;
+  cuda_on_host::machine().shared_bytes = shared_bytes;
+}
 unsigned last_cluster() { return cuda_on_host::machine().clusters_of; }
+unsigned last_threads() { return cuda_on_host::machine().threads_of; }
 int64_t last_bytes_read() { return cuda_on_host::machine().bytes_read; }
 int64_t last_bytes_written() { return cuda_on_host::machine().bytes_written; }
 }
