@@ -63,19 +63,18 @@ def extension_arguments():
             sorted(str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(f"csrc/{pattern}")),
             include_dirs=[str(ROOT / "csrc")],
             define_macros=[("TORCH_TARGET_VERSION", TORCH_TARGET_VERSION), *macros],
-            extra_compile_args={"cxx": ["-O3", "-std=c++20", "-fvisibility=hidden"], "nvcc": nvcc},
+            extra_compile_args={"cxx": ["-O3", "-std=c++20", "-fvisibility=hidden"], "nvcc": [*nvcc]},
             py_limited_api=True,
         )
 
     extensions = [extension(CppExtension, "_C", ["*.cpp", "cpu/*.cpp"])]
     if nvcc := nvcc_flags():
         extensions.append(extension(CUDAExtension, "_cuda", ["cuda/*.cpp", "cuda/*.cu"], [("USE_CUDA", None)], nvcc))
-    abi3 = {"bdist_wheel": {"py_limited_api": "cp311"}}
-    return {"ext_modules": extensions, "cmdclass": {"build_ext": BuildExtension}, "options": abi3}
+    options = {"bdist_wheel": {"py_limited_api": "cp311"}}
+    return {"ext_modules": extensions, "cmdclass": {"build_ext": BuildExtension}, "options": options}
 
 
 # Where the checkout holds the symlink grpo_fast/kernels as a text file (Windows, some archives), name it.
 KERNELS_DIR = {} if (ROOT / "grpo_fast/kernels").is_dir() else {"grpo_fast.kernels": "kernels"}
-
 PACKAGES = [*find_packages(include=["grpo_fast", "grpo_fast.*"]), "grpo_fast.kernels"]
 setup(packages=PACKAGES, package_dir=KERNELS_DIR, package_data={"grpo_fast": ["py.typed"]}, **extension_arguments())
