@@ -167,7 +167,9 @@ def bounds_table() -> str:
     walls = ("memory_ms", "issue_ms", "mufu_ms", "bound_by")
     names = ("gpu", "tokens", "vocabulary", "kernels", "bytes_per_logit", *walls)
     header = ("GPU", *names[1:4], "bytes per logit", "memory ms", "issue ms", "MUFU ms", "bound by")
-    return markdown(header, [tuple(row[name] for name in names) for row in rows("bounds.csv")])
+    return markdown(
+        header, [tuple(row[name] for name in names) for row in rows("bounds.csv") if row["shape"] == "Qwen3"]
+    )
 
 
 def fill(text: str, section: str, content: str) -> str:

@@ -152,15 +152,13 @@ def bounds(reports: list[sass.Report], moved: dict[str, float]) -> list[dict[str
         for shape, (tokens, V) in SHAPES.items():
             for name, kernels in parts.items():
                 found = [by_name[kernel, gpu.sm] for kernel in kernels if (kernel, gpu.sm) in by_name]
-                bytes_per_logit = moved.get("cuda" if name == "cuda" and gpu.sm >= 90 else name, moved.get("triton"))
                 if not found or name not in moved:
                     continue
-                walls = gpu.walls(
-                    tokens * V, bytes_per_logit, sum(r.instructions for r in found), sum(r.mufu for r in found)
-                )
+                instructions, mufu = sum(r.instructions for r in found), sum(r.mufu for r in found)
+                walls = gpu.walls(tokens * V, moved[name], instructions, mufu)
                 rows.append({
                     "gpu": gpu_name, "shape": shape, "tokens": str(tokens), "vocabulary": str(V), "kernels": name,
-                    "bytes_per_logit": f"{bytes_per_logit:.2f}",
+                    "bytes_per_logit": f"{moved[name]:.2f}",
                     **{f"{wall}_ms": f"{ms:.3f}" for wall, ms in walls.items()},
                     "bound_ms": f"{max(walls.values()):.3f}", "bound_by": max(walls, key=walls.__getitem__),
                 })  # fmt: skip
