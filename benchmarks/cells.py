@@ -11,17 +11,21 @@ from torch import Tensor
 import grpo_fast as gf
 
 EPSILON = 0.2
-SEQUENCES = 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """tokens: of all sequences together. masked, dead: the share of a sequence's tokens, and of sequences."""
+    """tokens: of all sequences together. masked, dead: the share of a sequence's tokens, and of sequences.
+
+    Each sequence costs a peer that takes one at a time (Liger) a pass over the weight's gradient, so `scaled` leaves
+    fewer where there are fewer tokens.
+    """
 
     name: str
     vocab: int = 151936
     hidden: int = 1024
     tokens: int = 4096
+    sequences: int = 32
     masked: float = 0.0
     dead: float = 0.0
     frozen: bool = False
@@ -30,7 +34,8 @@ class Cell:
     entropy_coef: float = 0.0
 
     def scaled(self, divisor: int) -> "Cell":
-        return replace(self, tokens=max(self.tokens // divisor, SEQUENCES))
+        sequences = self.sequences if divisor < 8 else 8
+        return replace(self, tokens=max(self.tokens // divisor, sequences), sequences=sequences)
 
     @property
     def has_logits_path(self) -> bool:
@@ -67,7 +72,7 @@ class Problem:
 
     def __init__(self, cell: Cell, device: torch.device, dtype: torch.dtype) -> None:
         self.cell = cell
-        B, C = SEQUENCES, cell.tokens // SEQUENCES
+        B, C = cell.sequences, cell.tokens // cell.sequences
         rng = torch.Generator().manual_seed(0)
 
         def normal(*shape: int) -> Tensor:

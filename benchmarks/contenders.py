@@ -1,7 +1,9 @@
 """Who computes the loss in the core table: grpo_fast, plain PyTorch, torch.compile of it, and the peers installed.
 
 Peers are called, not rewritten. From hidden states, a contender takes (problem, hidden, weight); from logits, (problem,
-logits); both give the loss with its graph. What fails to import or to run here is left out, with what it said.
+logits); both give the loss with its graph. What fails to import or to run here is left out, with what it said. Those
+with kernels for GPUs alone are asked on a GPU. Liger's fused linear cross entropy takes no weight of a token, so it
+cannot be part of a policy loss.
 """
 
 from __future__ import annotations
@@ -76,6 +78,22 @@ def _liger_triton(problem: Problem, logits: Tensor) -> Tensor:
     )[0]  # fmt: skip
 
 
+def _quack(problem: Problem, logits: Tensor) -> Tensor:
+    if problem.cell.entropy_coef:
+        raise NotTheirs("it gives no entropy")
+    module = importlib.import_module("quack.cross_entropy")
+    losses = module.cross_entropy(logits.flatten(0, 1), problem.targets.flatten(), reduction="none")
+    return problem.objective(-losses.view_as(problem.targets))
+
+
+def _flash_attn(problem: Problem, logits: Tensor) -> Tensor:
+    if problem.cell.entropy_coef:
+        raise NotTheirs("it gives no entropy")
+    module = importlib.import_module("flash_attn.ops.triton.cross_entropy")
+    losses, _ = module.cross_entropy_loss(logits.flatten(0, 1), problem.targets.flatten())
+    return problem.objective(-losses.view_as(problem.targets))
+
+
 def from_logits(device: torch.device) -> dict[str, FromLogits]:
     found: dict[str, FromLogits] = {
         "grpo_fast in place": partial(_ours_from_logits, inplace=True, backend=None),
@@ -83,8 +101,8 @@ def from_logits(device: torch.device) -> dict[str, FromLogits]:
     }
     if device.type == "cuda":
         found["grpo_fast cuda in place"] = partial(_ours_from_logits, inplace=True, backend="cuda")
-        found |= {"trl triton": _trl_triton, "liger triton": _liger_triton}
-    compiled = torch.compile(_logsumexp_from_logits)
+        found |= {"trl triton": _trl_triton, "liger triton": _liger_triton, "quack": _quack, "flash-attn": _flash_attn}
+    compiled = torch.compile(_logsumexp_from_logits, dynamic=True)
     return found | {"trl": _trl_from_logits, "torch.compile": compiled, "torch": _plain_from_logits}
 
 
@@ -142,6 +160,17 @@ def _cut_cross_entropy(impl: str) -> FromHidden:
     return run
 
 
+def _verl() -> FromHidden:
+    function = importlib.import_module("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy
+
+    def run(problem: Problem, hidden: Tensor, weight: Tensor) -> Tensor:
+        logps, entropy = function(hidden[:, :-1].flatten(0, 1), weight, problem.targets.flatten(), 1.0, "none")
+        entropy = entropy.view_as(problem.targets) if problem.cell.entropy_coef else None
+        return problem.objective(logps.view_as(problem.targets), entropy)
+
+    return run
+
+
 def from_hidden(cell: Cell, device: torch.device) -> dict[str, Callable[[], FromHidden]]:
     """Name -> what makes the contender."""
     found: dict[str, Callable[[], FromHidden]] = {
@@ -149,9 +178,11 @@ def from_hidden(cell: Cell, device: torch.device) -> dict[str, Callable[[], From
         "trl": partial(_trl_from_hidden, cell),
         "liger": partial(_liger_from_hidden, cell),
     }
+    if device.type == "cuda":
+        found["verl"] = _verl
     if device.type == "cuda" and not cell.entropy_coef:
         found |= {"cce": partial(_cut_cross_entropy, "cce"), "cce exact": partial(_cut_cross_entropy, "cce_exact")}
     return found | {
-        "torch.compile": lambda: torch.compile(_logsumexp_from_hidden),
+        "torch.compile": lambda: torch.compile(_logsumexp_from_hidden, dynamic=True),
         "torch": lambda: _plain_from_hidden,
     }

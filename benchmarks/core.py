@@ -4,7 +4,8 @@
 
 Runs on the GPU where there is one (bfloat16), else on the CPU (float32, fewer tokens). All variants of a cell get the
 same tensors, as the output of a graph, and hand their gradients back; they run interleaved, in a new order each round.
-Rows are written as a cell's path ends, and a run that was stopped goes on behind the last; --fresh starts over.
+Rows are written as a cell's path ends, and a run that was stopped goes on behind the last; --fresh starts over, and so
+does a run on another device, torch or commit than the file's.
 
 Columns: bytes is the least that the path has to move (from logits: read once, gradient written once; from hidden
 states: inputs read, gradients written), gb_per_s that over the median, share_of_copy against a copy in the same run,
@@ -20,6 +21,7 @@ import csv
 import gc
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -31,7 +33,7 @@ import grpo_fast as gf
 from . import contenders
 from .bench_grpo_loss import FromModel
 from .cells import CORE, FULL, QUICK, Problem
-from .harness import RESULTS, Variant, interleave, machine, peak_bytes, print_table, read_csv, synchronize, timed
+from .harness import RESULTS, Variant, call, interleave, machine, peak_bytes, print_table, read_csv, synchronize, timed
 from .linear_peers import bare_gemms
 
 ROUNDS = 9
@@ -136,6 +138,8 @@ class HiddenPath(Path):
 
 def error(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> float:
     def of(a: Tensor, b: Tensor) -> float:
+        if a.numel() > 2**24:  # some rows tell as much
+            a, b = a.flatten(0, -2)[::16], b.flatten(0, -2)[::16]
         return ((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-30)).item()
 
     return max(of(a, b) for a, b in zip(got, want, strict=True))
@@ -149,18 +153,25 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * source.numel() * source.element_size() / min(timed(variant) for _ in range(5))
 
 
+def fits(path: Path) -> bool:
+    """Whether there is memory for what is exact: float64 of the weight and its gradient, beside the variants'."""
+    if path.problem.hidden.is_cuda:
+        return True
+    return 32 * path.problem.weight.numel() < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2
+
+
 def measure(path: Path, budget: float, copy: float) -> list[dict[str, str]]:
     """A path's rows; about `budget` seconds of timed calls, one round at least."""
     problem, cell = path.problem, path.problem.cell
-    want = path.exact()
+    want = path.exact() if fits(path) else None
     variants, first, errors, skipped = [], {}, {}, []
     for name, make in path.contenders().items():
         # Whatever a peer's kernels, compiler or imports have against this machine is the peer's row, not our end.
         try:
             variant = path.variant(name, make())
-            first[name] = timed(variant)
-            variant.prepare()
-            errors[name] = error(variant.run(), want)
+            first[name], result = call(variant)
+            errors[name] = f"{error(result, want):.1e}" if want else "-"
+            del result
         except Exception as reason:
             said = str(reason).strip().splitlines() or [""]
             skipped.append((name, f"{type(reason).__name__}: {said[0][:100]}"))
@@ -169,12 +180,14 @@ def measure(path: Path, budget: float, copy: float) -> list[dict[str, str]]:
     del want
     gc.collect()
     roof = path.gemms() if isinstance(path, HiddenPath) else None
-    peaks = {}
+    peaks, start = {}, time.perf_counter()
     for variant in variants:
         gf.release_workspace()  # what is kept between calls counts
         peaks[variant.name] = peak_bytes(variant)
+    if roof:
+        timed(roof)
+    once = time.perf_counter() - start
     timings = [*variants, *([roof] if roof else [])]
-    once = sum(timed(variant) for variant in timings)
     interleave(timings, min(ROUNDS, max(1, round(budget / once))), warm_up=False)
     shorter = type(path)(problem.shorter())
     new_length = {}
@@ -197,7 +210,7 @@ def measure(path: Path, budget: float, copy: float) -> list[dict[str, str]]:
             "times_faster_than_best_peer": f"{min(peers) / v.median:.2f}" if peers else "-",
             "bytes": path.bytes, "gb_per_s": f"{rate / 1e9:.1f}", "share_of_copy": f"{rate / copy:.0%}",
             "share_of_gemms": f"{roof.median / v.median:.0%}" if roof else "-",
-            "peak_mib": f"{peaks[v.name] / 2**20:.0f}", "error": f"{errors[v.name]:.1e}",
+            "peak_mib": f"{peaks[v.name] / 2**20:.0f}", "error": errors[v.name],
             "first_ms": f"{first[v.name] * 1e3:.1f}", "new_length_ms": f"{new_length[v.name] * 1e3:.1f}", "skipped": "",
         })  # fmt: skip
     empty = dict.fromkeys(rows[0], "")
@@ -215,7 +228,7 @@ def paths(problem: Problem, done: set[tuple[str, str]]) -> Iterator[Path]:
 def divisor(device: torch.device, quick: bool) -> int:
     """By how much the tokens of every cell are fewer here: those of the longest need ten times their logits' bytes."""
     if device.type == "cpu":
-        return 64 if quick else 16
+        return 64 if quick else 32
     divisor, memory = 1, torch.cuda.get_device_properties(device).total_memory
     while 10 * 2 * 32768 // divisor * 151936 > memory:
         divisor *= 2
@@ -284,11 +297,14 @@ def main() -> None:
         cells = [cell for cell in CORE if cell.name in QUICK]
     if args.cells:
         cells = [cell for cell in cells if cell.name in args.cells]
-    budget = args.budget or (3.0 if device.type == "cuda" else 4.0 if args.quick else 30.0)
-    if args.fresh:
-        (RESULTS / f"{name}.csv").unlink(missing_ok=True)
-    done = {(row["cell"], row["path"]) for row in read_csv(name)}
+    budget = args.budget or (3.0 if device.type == "cuda" else 4.0 if args.quick else 20.0)
     about = machine()
+    old = read_csv(name)
+    if args.fresh or any(row[key] != about[key] for row in old for key in ("device", "torch", "commit")):
+        (RESULTS / f"{name}.csv").unlink(missing_ok=True)
+        old = []
+    done = {(row["cell"], row["path"]) for row in old}
+    torch._dynamo.config.recompile_limit = 256  # beyond it torch.compile would quietly run what it was given
     with tempfile.TemporaryDirectory() as folder:  # so that first calls compile
         os.environ.setdefault("TRITON_CACHE_DIR", folder)
         copy = copy_bandwidth(device)

@@ -46,16 +46,19 @@ class Variant:
         return (high - low) / self.median
 
 
-def timed(variant: Variant) -> float:
-    """Seconds of one call, until the device has done it."""
+def call(variant: Variant) -> tuple[float, object]:
+    """Seconds of one call, until the device has done it, and its result."""
     variant.prepare()
     synchronize()
     start = time.perf_counter()
     result = variant.run()
     synchronize()
-    seconds = time.perf_counter() - start
-    del result
-    return seconds
+    return time.perf_counter() - start, result
+
+
+def timed(variant: Variant) -> float:
+    """Seconds of one call."""
+    return call(variant)[0]
 
 
 def synchronize() -> None:

@@ -149,7 +149,7 @@ def core_table() -> str:
     first = results[0]
     made = (
         f"{first['device']}, {first['threads']} threads, torch {first['torch']}, trl {first['trl']}, liger-kernel "
-        f"{first['liger-kernel']}, {first['dtype']}, {first['date']}; tokens are a sixteenth of a GPU's."
+        f"{first['liger-kernel']}, {first['dtype']}, {first['date']}; tokens are a thirty-second of a GPU's."
     )
     return f"{markdown(header, lines)}\n\n{made}"
 

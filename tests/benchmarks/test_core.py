@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from benchmarks import contenders, core
-from benchmarks.cells import CORE, FULL, QUICK, SEQUENCES, Cell, Problem
+from benchmarks.cells import CORE, FULL, QUICK, Cell, Problem
 from benchmarks.harness import Variant
 
 CPU = torch.device("cpu")
-SMALL = {"vocab": 97, "hidden": 16, "tokens": 5 * SEQUENCES}
+SEQUENCES = 8
+SMALL = {"vocab": 97, "hidden": 16, "tokens": 5 * SEQUENCES, "sequences": SEQUENCES}
 # A cell of each kind; the masked share of 5 tokens is 2 of them.
 KINDS = {
     "base": {}, "masked": {"masked": 0.4}, "dead": {"dead": 0.4}, "frozen": {"frozen": True},
@@ -99,8 +100,13 @@ def test_rows_are_written_and_not_measured_again(small_run, monkeypatch, capsys)
     for row in rows:
         assert float(row["median_ms"]) > 0
         assert float(row["error"]) < 1e-5
+    measure = core.measure
     monkeypatch.setattr(core, "measure", None)
     assert small_run() == rows
+    monkeypatch.setattr(core, "measure", measure)
+    about = core.machine()
+    monkeypatch.setattr(core, "machine", lambda: about | {"commit": "another"})
+    assert {row["commit"] for row in small_run()} == {"another"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of the CPU's paths")
