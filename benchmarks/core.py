@@ -45,7 +45,7 @@ SHOWN = (
 COPY = 2**26  # elements that are copied to tell the memory's bandwidth
 
 
-class Path:
+class LossPath:
     """One of a cell's two problems: how a contender is called on it, what is exact, and what it has to move."""
 
     def __init__(self, problem: Problem) -> None:
@@ -56,7 +56,7 @@ class Path:
         return Variant(name, partial(self.step, contender), self.prepare)
 
 
-class LogitsPath(Path):
+class LogitsPath(LossPath):
     name = "logits"
 
     def __init__(self, problem: Problem) -> None:
@@ -90,14 +90,14 @@ class LogitsPath(Path):
                 denominator=len(problem.ids), entropy_denominator=tokens,
             )  # fmt: skip
             loss = loss + out.loss.detach()
-            gradients.append(torch.autograd.grad(out.loss, logits)[0].to(self.source.dtype).float())
+            gradients.append(torch.autograd.grad(out.loss, logits)[0].float())
         return loss, torch.cat(gradients)
 
     def contenders(self) -> dict[str, Callable]:
         return {n: lambda c=c: c for n, c in contenders.from_logits(self.logits.device).items()}
 
 
-class HiddenPath(Path):
+class HiddenPath(LossPath):
     name = "hidden"
 
     def __init__(self, problem: Problem) -> None:
@@ -153,14 +153,14 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * source.numel() * source.element_size() / min(timed(variant) for _ in range(5))
 
 
-def fits(path: Path) -> bool:
+def fits(path: LossPath) -> bool:
     """Whether there is memory for what is exact: float64 of the weight and its gradient, beside the variants'."""
     if path.problem.hidden.is_cuda:
         return True
     return 32 * path.problem.weight.numel() < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2
 
 
-def measure(path: Path, budget: float, copy: float) -> list[dict[str, str]]:
+def measure(path: LossPath, budget: float, copy: float) -> list[dict[str, str]]:
     """A path's rows; about `budget` seconds of timed calls, one round at least."""
     problem, cell = path.problem, path.problem.cell
     want = path.exact() if fits(path) else None
@@ -217,7 +217,7 @@ def measure(path: Path, budget: float, copy: float) -> list[dict[str, str]]:
     return rows + [{**empty, **about, "variant": name, "skipped": reason} for name, reason in skipped]
 
 
-def paths(problem: Problem, done: set[tuple[str, str]]) -> Iterator[Path]:
+def paths(problem: Problem, done: set[tuple[str, str]]) -> Iterator[LossPath]:
     cell = problem.cell
     if (cell.name, "hidden") not in done:
         yield HiddenPath(problem)
