@@ -18,7 +18,7 @@ import importlib
 import shutil
 import subprocess
 import tempfile
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -58,7 +58,7 @@ SHAPES = {"Qwen3": (4096, 151936), "Llama 3": (4096, 128256), "SmolLM2": (8192, 
 
 
 def ours(dtype: torch.dtype, V: int, sm: int) -> list[sass.Report]:
-    return [sass.report(name, dtype, V, sm) for name in sass.kernels()]
+    return [replace(sass.report(name, dtype, V, sm), kernel=f"triton {name}") for name in sass.kernels()]
 
 
 def cuda_kernels(dtypes: list[torch.dtype], V: int, sm: int) -> list[sass.Report]:
@@ -141,7 +141,7 @@ def peers(dtype: torch.dtype, V: int, sm: int) -> list[sass.Report]:
 def bounds(reports: list[sass.Report], moved: dict[str, float]) -> list[dict[str, str]]:
     """For every GPU and shape, the walls of forward and backward by each implementation, bf16."""
     parts = {
-        "triton": ("grpo_loss",),
+        "triton": ("triton grpo_loss",),
         "cuda": ("cuda grpo_loss",),
         "liger": ("liger forward", "liger backward"),
         "trl": ("trl forward", "trl backward"),
